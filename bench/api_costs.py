@@ -1,16 +1,14 @@
 """What a streamed token costs the API process: `python -m bench.api_costs --output DIR [-- SERVE_OPTIONS]`.
 
 The server is the production one; in place of an engine it starts a process that gives every open sequence a token in each step, at a
-pace or as fast as the pipe takes them. Processor seconds of the API process are counted, from its first token to its
-last. Beside them stands what a process takes that does nothing but send as many bytes to
-as many sockets, at the same pace and at the intervals of the API process (`send_us`). In TGI's dialect tokens bear the time at which the
-engine sends them, so that the added latency can be told (`p99_ms`).
+pace or as fast as the pipe takes them. Processor seconds of the API process are counted, from its
+first token to its last. In TGI's dialect tokens bear the time at which the engine sends them, so that
+the added latency can be told (`p99_ms`).
 Invariant: every stream must bring every token. It knows nothing of models.
 """
 
 import argparse
 import json
-import multiprocessing
 import os
 import selectors
 import socket
@@ -142,46 +140,6 @@ def measure(port: int, pid: int, dialect: str, num_streams: int, num_tokens: int
     return each | {"writes": pieces / count, "bytes": num_bytes / count, "p99_ms": late}
 
 
-def bare_sends(connections: list[socket.socket], data: bytes, num_steps: int, pace: float, interval: float, report: Connection) -> None:
-    """Sends `data` to each connection in each step, at intervals of so many seconds, and reports the processor seconds in `send`.
-
-    The interval matters: a client that waits has to be woken by the send, which takes longer than the rest of it.
-    """
-    spent, due = 0, time.monotonic()
-    for _ in range(num_steps):
-        for connection in connections:
-            end, began = time.perf_counter() + interval, time.thread_time_ns()
-            connection.send(data)
-            spent += time.thread_time_ns() - began
-            while time.perf_counter() < end:
-                pass
-        due = max(due + pace, time.monotonic())
-        time.sleep(max(0.0, due - time.monotonic()))
-    report.send(spent / 1e9)
-
-
-def measure_sends(num_streams: int, num_tokens: int, size: int, pace: float, interval: float) -> float:
-    """Microseconds of the processor for each send of so many bytes by TCP, to a client like that of `measure`; as `bare_sends`."""
-    listener = socket.create_server(("127.0.0.1", 0), backlog=num_streams)
-    reading, writing = selectors.DefaultSelector(), []
-    for _ in range(num_streams):
-        reading.register(socket.create_connection(listener.getsockname()), selectors.EVENT_READ)
-        writing.append(listener.accept()[0])
-        writing[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    receiver, report = multiprocessing.Pipe(duplex=False)
-    sender = multiprocessing.get_context("fork").Process(target=bare_sends, args=(writing, bytes(size), num_tokens, pace, interval, report))
-    sender.start()
-    for connection in (listener, *writing):
-        connection.close()
-    while reading.get_map():
-        for key, _ in reading.select():
-            if not key.fileobj.recv(2**18):  # type: ignore[union-attr]
-                reading.unregister(key.fileobj)
-                key.fileobj.close()  # type: ignore[union-attr]
-    sender.join()
-    return float(receiver.recv()) / (num_streams * num_tokens) * 1e6
-
-
 def processor_seconds(pid: int) -> float:
     """Of a server's process, by the scheduler's own count: the usual one is in hundredths of a second."""
     return sum(int(each.read_text().split()[0]) for each in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
@@ -189,7 +147,7 @@ def processor_seconds(pid: int) -> float:
 
 def main() -> int:
     if PACE in os.environ:
-        return _as_server()
+        return as_server()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder for api_costs.json")
     parser.add_argument("--rounds", type=int, default=3)
@@ -206,12 +164,7 @@ def main() -> int:
             with ServerProcess(None, *OPTIONS, *options.serve, launcher=("bench.api_costs",), stderr=None, environment=pace) as server:
                 asked = server.port, server.process.pid, dialect, num_streams
                 measure(*asked, 32)
-                found = []
-                for _ in range(options.rounds):
-                    found.append(measure(*asked, options.tokens))
-                    size, interval = round(found[-1]["bytes"]), found[-1]["cpu_us"] / 1e6
-                    found[-1]["send_us"] = measure_sends(num_streams, options.tokens, size, options.pace / 1e3, interval)
-                    found[-1]["beyond_us"] = found[-1]["cpu_us"] - found[-1]["send_us"]
+                found = [measure(*asked, options.tokens) for _ in range(options.rounds)]
             row = {name: round(statistics.median(each[name] for each in found), 2) for name in found[0]}
             rows.append({"dialect": dialect, "streams": num_streams, **row})
     show(rows[0], (row.values() for row in rows), "microseconds, writes and bytes a token")
@@ -221,7 +174,8 @@ def main() -> int:
     return 0
 
 
-def _as_server() -> int:
+def as_server() -> int:
+    """The server, or the puppet where a server starts it by a pipe's number."""
     if sys.argv[1].isdigit():
         puppet(Connection(int(sys.argv[1])), float(os.environ[PACE]) / 1e3)
         return 0

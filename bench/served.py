@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
-from bench.two_trees import Server, tokens
+from bench.two_trees import Server, parsed, tokens
 from model.checkpoint.families import read_spec
 from tests.support.paths import ROOT
 from tests.support.report import progress, show
@@ -97,8 +97,7 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--streams", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompt_tokens", type=int, default=128)
-    own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
-    return parser.parse_args(own), sys.argv[len(own) + 2 :]
+    return parsed(parser)
 
 
 def measure(options: argparse.Namespace, serve_options: list[str], servers: dict[str, Any]) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
     python -m bench.two_trees --old FOLDER --new FOLDER --output FILE [--model FOLDER] [--rounds 5] [--streams 1,8,32] [-- SERVE_OPTIONS]
 
-Three kinds of requests are measured: plain completions, chat, and completions bound by a JSON schema. Both servers run at the same time,
-and each case is sent to one after the other, in alternating order, so the machine's drift reaches both. Figures are output tokens per
-second, medians over the rounds, and the median of the rounds' ratios new / old; start to ready and memory are measured beside them. Each
-checkout needs its compiled kernels; both run in this Python environment.
+Three kinds of requests are measured: plain completions, chat, and completions bound by a JSON
+schema. Both servers run at the same time, and each case is sent to one after the other, in
+alternating order, so the machine's drift reaches both. Figures are output tokens per second, medians
+over the rounds, and the median of the rounds' ratios new / old, and memory; bench.start_up measures
+starts. Each checkout needs its compiled kernels; both run in this Python environment.
 """
 
 import argparse
@@ -26,8 +27,6 @@ from tests.support.report import progress, show
 
 OUTPUT_TOKENS = 64
 REQUESTS_PER_STREAM = 4
-STARTS = 5
-"""Starts of each server that are timed; one more is measured under load."""
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -58,8 +57,8 @@ class Server:
 
     def __init__(self, tree: Path, model: Path | None, options: list[str]) -> None:
         named = ["--model", str(model)] if model else []
-        module = "commands.cli" if (tree / "commands").is_dir() else "server.cli"  # Before commands/ was a package of its own.
-        command = [sys.executable, "-m", module, "serve", "--port", "0", "--server.lb_grace", "0", *named, *options]
+        command = [sys.executable, "-m", "commands.cli", "serve", "--port", "0"]
+        command += ["--server.lb_grace", "0", *named, *options]
         began = time.perf_counter()
         environment = os.environ | {"PYTHONPATH": str(tree.resolve())}
         self.process = subprocess.Popen(command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -70,15 +69,22 @@ class Server:
         self.seconds_to_ready = time.perf_counter() - began
         self.port = port
 
-    def megabytes(self) -> float:
-        """Proportional set size of the server and all its child processes: pages that processes share count once."""
-        pids, total = [self.process.pid], 0
-        while pids:
-            pid = pids.pop()
+    def processes(self) -> list[int]:
+        """The server and all its child processes."""
+        pids = [self.process.pid]
+        for pid in pids:
             pids += children(pid)
-            found = re.search(r"^Pss:\s+(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
-            total += int(found[1]) if found else 0
-        return total / 1024
+        return pids
+
+    def memory(self) -> dict[int, float]:
+        """MB of the proportional set size of each process: pages that processes share count once."""
+        files = {pid: Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in self.processes()}
+        sizes = {pid: re.findall(r"^Pss:\s+(\d+)", text, re.MULTILINE) for pid, text in files.items()}
+        return {pid: sum(map(int, found)) / 1024 for pid, found in sizes.items()}
+
+    def megabytes(self) -> float:
+        """All of it."""
+        return sum(self.memory().values())
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGTERM)
@@ -120,6 +126,11 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each case on each server")
     parser.add_argument("--streams", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32])
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=["plain", "chat", "json"])
+    return parsed(parser)
+
+
+def parsed(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:
+    """The options before `--`, and those of the server after it."""
     own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
     return parser.parse_args(own), sys.argv[len(own) + 2 :]
 
@@ -143,12 +154,6 @@ def measure(options: argparse.Namespace, servers: dict[str, Server]) -> list[dic
 def main() -> None:
     options, serve_options = arguments()
     trees = {"old": options.old, "new": options.new}
-    starts: dict[str, list[float]] = {name: [] for name in trees}
-    for number in range(STARTS):
-        for name in sorted(trees, reverse=number % 2 == 0):
-            server = Server(trees[name], options.model, serve_options)
-            starts[name].append(server.seconds_to_ready)
-            server.stop()
     servers = {name: Server(tree, options.model, serve_options) for name, tree in trees.items()}
     try:
         results = measure(options, servers)
@@ -156,10 +161,9 @@ def main() -> None:
     finally:
         for server in servers.values():
             server.stop()
-    report = {"command": sys.argv, "starts": starts, "megabytes": memory, "cases": results}
+    report = {"command": sys.argv, "megabytes": memory, "cases": results}
     options.output.write_text(json.dumps(report))
-    rows = [["start to ready, s", *[f"{statistics.median(starts[name]):.2f}" for name in trees], ""]]
-    rows += [["memory, MB", *[f"{memory[name]:.0f}" for name in trees], ""]]
+    rows = [["memory, MB", *[f"{memory[name]:.0f}" for name in trees], ""]]
     for result in results:
         ratio = statistics.median(new / old for old, new in zip(result["old"], result["new"], strict=True))
         medians = [f"{statistics.median(result[name]):.0f}" for name in trees]

@@ -34,6 +34,7 @@ from server.http.answer import Answers
 from server.http.body import parse
 from server.http.errors import error_body, error_status
 from server.http.exchange import Dialect
+from server.http.handlers import Context
 from server.http.model_names import ModelNames
 from server.http.openai.routes import OpenAIRoutes
 from server.http.stream_buffer import Retention, StreamStore
@@ -308,7 +309,8 @@ async def _answer_all(settings: BatchSettings, lines: list[Line], journal: Journ
         missing = [line for line in lines if line.digest not in journal.answers]
         nowhere = Answers(StreamPublisher(StreamStore(Retention()), keep_alive=0.0))
         name = model_id(settings.model)
-        routes = OpenAIRoutes(engine.generation, section, ModelNames.of((name,), (settings.given, name)), nowhere)
+        names = ModelNames.of((name,), (settings.given, name))
+        routes = OpenAIRoutes(Context(engine.generation, section, names, nowhere, version=""))
         # Twice as many as run, so that the next are tokenized when a place is free.
         places = asyncio.Semaphore(2 * engine.client.admission.max_running)
         with progress() as shown:

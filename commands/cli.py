@@ -10,17 +10,19 @@ from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
 
-from model.spec import CheckpointError
+from model.spec import CheckpointError, OptionError
 from server.errors import ConfigurationError, OneheadError, one_line
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
-REFUSALS = (OneheadError, CheckpointError)
+REFUSALS = (OneheadError, CheckpointError, OptionError)
 """Errors whose messages are for the user."""
 
 
 def _status(error: Exception) -> int:
+    if isinstance(error, OptionError):
+        return EXIT_USAGE
     return error.exit_code if isinstance(error, OneheadError) else ConfigurationError.exit_code
 
 
@@ -86,10 +88,10 @@ def _bench(argv: list[str]) -> int:
 
 
 def _top(argv: list[str]) -> int:
-    from commands.top.top import TopSettings, top
+    from commands.top import TopSettings, top
     from server.config import load
 
-    return asyncio.run(top(load(TopSettings, argv, "onehead top")))
+    return top(load(TopSettings, argv, "onehead top"))
 
 
 def _train(argv: list[str]) -> int:
@@ -99,11 +101,9 @@ def _train(argv: list[str]) -> int:
     from commands.train.train import train
     from server.hub.download import resolve
 
-    def work() -> None:
-        init = options.init and resolve(options.init, check=_check)
-        train(options.model_copy(update={"init": init}))
-
-    return _tool("train", work)
+    init = options.init and resolve(options.init, check=_check)
+    train(options.model_copy(update={"init": init}))
+    return 0
 
 
 def _compare(argv: list[str]) -> int:
@@ -112,7 +112,8 @@ def _compare(argv: list[str]) -> int:
     options = load_options(CompareOptions, argv, "onehead compare")
     from commands.compare.compare import compare
 
-    return _tool("compare", lambda: compare(options))
+    compare(options)
+    return 0
 
 
 def _convert(argv: list[str]) -> int:
@@ -122,12 +123,11 @@ def _convert(argv: list[str]) -> int:
     from commands.convert.convert import convert, make_plan
     from server.hub.download import resolve
 
-    def work() -> None:
-        # A tokenizer.json is made without weights.
-        model = resolve(options.model, weights=options.output is not None, pickles=True, check=make_plan)
-        convert(options.model_copy(update={"model": model}))
-
-    return _tool("convert", work)
+    # A tokenizer.json is made without weights.
+    weights = options.output is not None
+    model = resolve(options.model, weights=weights, pickles=True, check=make_plan)
+    convert(options.model_copy(update={"model": model}))
+    return 0
 
 
 def _plan(argv: list[str]) -> int:
@@ -137,18 +137,7 @@ def _plan(argv: list[str]) -> int:
     from commands.plan import plan
     from server.hub.download import resolve
 
-    return _tool("plan", lambda: plan(options.model_copy(update={"model": resolve(options.model, weights=False)})))
-
-
-def _tool(name: str, work: Callable[[], None]) -> int:
-    """Runs a command that raises the model's OptionError, not OneheadErrors; returns its exit status."""
-    from model.spec import OptionError
-
-    try:
-        work()
-    except OptionError as error:
-        print(f"onehead {name}: {error}", file=sys.stderr)
-        return EXIT_USAGE
+    plan(options.model_copy(update={"model": resolve(options.model, weights=False)}))
     return 0
 
 
@@ -157,7 +146,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "generate": ("stream the continuation of a prompt to the terminal", _generate),
     "batch": ("answer a file of requests, in OpenAI's batch format", _batch),
     "bench": ("put load on a running server, or an engine without one, and report rates and latencies", _bench),
-    "top": ("watch a running server's requests, KV cache pages, rates and latencies", _top),
+    "top": ("watch a running server's requests, tokens, KV cache pages and latencies", _top),
     "plan": ("what a checkpoint takes, and how many sequences fit", _plan),
     "convert": ("make a one-head checkpoint of one with several heads, or a tokenizer.json", _convert),
     "train": ("train a small checkpoint, or an existing one further", _train),

@@ -156,7 +156,7 @@ class ConvertOptions(ToolOptions):
 class CompareOptions(ToolOptions):
     """onehead compare: multi-head against multi-query attention, in bytes, in seconds and in what they learn."""
 
-    output: Path = Field(description="folder of report.html and results.json")
+    output: Path = Field(description="folder of results.json")
     quick: bool = Field(False, description="fewer tokens, sizes and repetitions: minutes instead of an hour, and noisier")
     data: Path | None = Field(
         None,
@@ -196,7 +196,6 @@ class PlanOptions(ToolOptions):
         None, description="file that perplexity is measured on; default: documentation and modules of this Python, about 5,000 tokens"
     )
     format: Literal["text", "json"] = Field("text", description="of what is printed")
-    picture: Path | None = Field(None, description="write the sequences that fit by context to this .svg or .png")
 
     @model_validator(mode="after")
     def _can_be_done(self) -> Self:
@@ -204,6 +203,4 @@ class PlanOptions(ToolOptions):
             raise OptionError(
                 f"text {self.text} has no effect with quantization {self.quantization}; expected all, or the one to be measured"
             )
-        if self.picture is not None and (self.picture.suffix not in (".svg", ".png") or not self.picture.parent.is_dir()):
-            raise OptionError(f"picture {self.picture} must be a .svg or .png in a folder that exists")
         return self

@@ -5,13 +5,13 @@ from typing import Any
 MISSING = "matplotlib is not installed; `.venv/bin/pip install -c constraints.txt -e '.[train]'` in onehead's checkout installs it"
 
 
-def load_pyplot(backend: str = "svg") -> Any:
+def load_pyplot() -> Any:
     """matplotlib.pyplot, its SVGs the same each time; None where matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:
         return None
-    matplotlib.use(backend)
+    matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "onehead"
     from matplotlib import pyplot
 

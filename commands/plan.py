@@ -21,7 +21,6 @@ from commands.convert import convert
 from commands.forms import ITEM_BYTES, bytes_of_more_heads, stored, weight_bytes
 from commands.options import PlanOptions
 from commands.perplexity import Measured, measure
-from commands.pictures import MISSING, load_pyplot
 from commands.progress import progress
 from model.checkpoint.families import read_spec
 from model.decoder import meta_decoder
@@ -175,7 +174,7 @@ def _fit(spec: ModelSpec, heads: int, left: tuple[int, int], itemsize: int, opti
 
 
 def plan(options: PlanOptions) -> None:
-    """Prints the plan of a folder, and writes its picture where one is asked for. Raises CheckpointError."""
+    """Prints the plan of a folder. Raises CheckpointError."""
     made = make_plan(options)
     measured, reason = None, _unmeasured(made, options)
     if reason is None:
@@ -190,10 +189,6 @@ def plan(options: PlanOptions) -> None:
         console = Console(soft_wrap=True)
         console.width = max(console.width, EXACT_WIDTH)
         show(made, console, measured or reason or "")
-    if options.picture is not None:
-        if made.fit is None:
-            raise OptionError(f"picture {options.picture}: there is nothing to draw, as the weights alone do not fit")
-        draw(made, options.picture)
 
 
 def _unmeasured(made: Plan, options: PlanOptions) -> str | None:
@@ -290,31 +285,3 @@ def _show_memory(made: Plan, console: Console) -> None:
     console.print(
         "(a server computes engine.max_running of them together, by default 64 on a CPU and 256 on a GPU, and takes what those need)"
     )
-
-
-def draw(made: Plan, path: Path) -> None:
-    """The sequences that fit by context, with one key/value head and with one for every query head, as an SVG or PNG."""
-    plt = load_pyplot("svg" if path.suffix == ".svg" else "agg")
-    if plt is None:
-        raise OptionError(f"picture {path} is not written: {MISSING}")
-    from matplotlib.ticker import FuncFormatter
-
-    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
-    rows = made.fit or []
-    others = f"{made.compared_heads}, {'as the checkpoint has' if made.heads > 1 else 'one for each query head'}"
-    contexts = [row["context"] for row in rows]
-    for kind, label in (("multi_query", "1 key/value head"), ("multi_head", others)):
-        axes.plot(contexts, [max(row[kind], 0.5) for row in rows], marker="o", markersize=4, label=label)
-        for row in rows:
-            place = row["context"], max(row[kind], 0.5)
-            axes.annotate(f"{row[kind]:,}", place, xytext=(0, 6), textcoords="offset points", ha="center", fontsize=8)
-    axes.set(xscale="log", yscale="log", xlabel="tokens of a sequence", ylabel="sequences that fit")
-    axes.set_title(f"{made.spec.model_type}, {made.parameters / 1e6:,.0f}M parameters in {readable(made.memory)}", fontsize=10)
-    axes.set_xticks(contexts, [f"{context:,}" for context in contexts], fontsize=8)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    axes.margins(y=0.12)
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    plt.close(figure)

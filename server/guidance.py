@@ -23,7 +23,7 @@ def new_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
         "initial_lexer_fuel": 200_000,
         "step_lexer_fuel": 50_000 + tokenizer.vocab_size,
         "step_max_items": 10_000,
-        "max_items_in_row": 2_000,
+        "max_items_in_row": 500,
         "max_lexer_states": 100_000,
         "max_grammar_size": 100_000,
     }

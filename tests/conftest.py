@@ -20,9 +20,18 @@ from tests.support.processes import ServerProcess
 
 pytest_plugins = ("tests.support.durations",)
 
+NIGHTLY = ("tests/bench/", "tests/deploy/", "tests/trials/")
+"""Folders whose tests are run by scripts/test-nightly, not by scripts/test."""
+
 # Seconds are the benchmarks' business: on a loaded machine a deadline fails what is right.
 settings.register_profile("onehead", deadline=None)
 settings.load_profile("onehead")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(NIGHTLY):
+            item.add_marker(pytest.mark.nightly)
 
 
 @pytest.fixture(autouse=True)

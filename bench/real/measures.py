@@ -6,6 +6,7 @@ that they are, their results read from the files that they write. Not known here
 
 import asyncio
 import json
+import math
 import random
 import statistics
 import subprocess
@@ -37,7 +38,7 @@ FORMS = {
 }
 """(engine.dtype, engine.quantization) of each form of the weights."""
 BOUNDED = "file", "int8", "int4"
-"""The forms whose speed, start and memory have bounds."""
+"""The forms whose speed has bounds."""
 MOST_LOSS = {"file": 0.005, "int8": 0.002, "bfloat16": 0.002}
 """By how much the perplexity of a form may be above float32's."""
 LOSS_OF_Q4_0 = "int4"
@@ -45,11 +46,7 @@ LOSS_OF_Q4_0 = "int4"
 CLIENTS = {1: (8, 1.5), 8: (16, 3.0), 32: (64, 4.0)}
 """Clients -> requests of a round, and the least ratio to llama.cpp's speed."""
 PROMPT_TOKENS = OUTPUT_TOKENS = 128
-STARTS = 5
-READY_SECONDS = BACK_SECONDS = 2.5
-MEGABYTES_AT_REST, MEGABYTES_LOADED = 650, 900
-OF_THE_FILE = 600
-"""Megabytes at rest with weights as in the file."""
+BACK_SECONDS = 2.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +70,10 @@ class Subject:
 
 def same_tokens(subject: Subject) -> list[Check]:
     """Greedy tokens over HTTP, alone and among others, against `transformers`."""
-    found = _trial(subject, "same", "published_gguf", ["tests.trials.published_gguf", "--model", str(subject.served)])
-    return [Check(each["what"], each["holds"], each["found"]) for each in found["checks"]]
+    checks: list[Check] = []
+    command = ["tests.trials.published_gguf", "--model", str(subject.served)]
+    _trial(subject, "same", "published_gguf", command, checks)
+    return checks
 
 
 def perplexities(subject: Subject) -> list[Check]:
@@ -160,86 +159,44 @@ def _rate(server: Server, clients: int, requests: int, rng: random.Random) -> fl
     return float(found["output_tokens_per_second"])
 
 
-def starts(subject: Subject) -> list[Check]:
-    """Seconds from the command to the first line, and memory of all processes at rest and with 32 streams."""
-    checks = []
-    for form in subject.forms:
-        seconds: list[float] = []
-        for number in range(STARTS):
-            server = Server(ROOT, subject.served, subject.options(form))
-            seconds.append(server.seconds_to_ready)
-            if number < STARTS - 1:
-                server.stop()
-        try:
-            at_rest = server.megabytes()
-            loaded = asyncio.run(_loaded(server))
-        finally:
-            server.stop()
-        most = OF_THE_FILE if form == "file" else MEGABYTES_AT_REST
-        median, bound = statistics.median(seconds), form in BOUNDED
-        range_ = f"{median:.2f} s, {min(seconds):.2f} to {max(seconds):.2f} of {STARTS} starts"
-        checks += [
-            Check(f"{form}: ready{f' in {READY_SECONDS} s' * bound}", not bound or median <= READY_SECONDS, range_),
-            Check(f"{form}: at rest{f', {most} MB' * bound}", not bound or at_rest <= most, f"{at_rest:.0f} MB"),
-            Check(f"{form}: 32 streams{f', {MEGABYTES_LOADED} MB' * bound}", not bound or loaded <= MEGABYTES_LOADED, f"{loaded:.0f} MB"),
-        ]
-    return checks
-
-
 def _rate_of_llama_cpp(published: Published, request: dict[str, Any]) -> float:
     return float(published.llama_cpp(published.file, "speed", **request)["tokens_per_second"])
 
 
-async def _loaded(server: Server) -> float:
-    """The most memory while 32 requests are streamed."""
-    task = asyncio.create_task(asyncio.to_thread(_rate, server, 32, 32, random.Random(1)))
-    most = 0.0
-    while not task.done():
-        await asyncio.sleep(0.2)
-        most = max(most, server.megabytes())
-    await task
-    return most
-
-
 def kills(subject: Subject) -> list[Check]:
     """The kill sweep under 32 streams, in every form."""
-    checks = []
+    checks: list[Check] = []
     for form in subject.forms:
-        command = [
-            "tests.trials.kill_sweep",
-            "--how",
-            "kill",
-            "--every",
-            "12",
-            "--",
-            "--model",
-            str(subject.served),
-            *subject.options(form),
-        ]
-        found = _trial(subject, f"kill-{form}", "kill_sweep", command)
-        (sweep,) = found["sweeps"]
-        silence = sweep["silence"]
-        slowest = silence["max"] if silence else float("inf")
-        words = f"{slowest:.2f} s at most, {silence['median']:.2f} in the middle" if silence else "no stream was interrupted"
-        checks += [Check(f"{form}, {each['what']}", each["holds"], each["found"]) for each in found["checks"]]
-        checks.append(Check(f"{form}, streaming again in {BACK_SECONDS} s", slowest <= BACK_SECONDS, words))
+        options = ["--model", str(subject.served), *subject.options(form)]
+        command = ["tests.trials.kill_sweep", "--how", "kill", "--every", "12", "--", *options]
+        (sweep,) = _trial(subject, f"kill-{form}", "kill_sweep", command, checks)["sweeps"]
+        slowest = (sweep["silence"] or {"max": math.inf})["max"]
+        what = f"{form}, streaming again in {BACK_SECONDS} s"
+        checks.append(Check(what, slowest <= BACK_SECONDS, f"{slowest:.2f} s at most"))
     return checks
 
 
 def invariances(subject: Subject) -> list[Check]:
     """Batch invariance, in every form."""
-    checks = []
+    checks: list[Check] = []
     for form in subject.forms:
         dtype, quantization = FORMS[form]
-        command = ["tests.trials.invariance", "--model", str(subject.folder), "--context", "640", "--requests", "40"]
-        command += ["--dtype", dtype, "--quantizations", quantization]
-        found = _trial(subject, f"invariance-{form}", "invariance", command)
-        checks += [Check(f"{form}: {each['what']}", each["holds"], each["found"]) for each in found["checks"]]
+        command = ["tests.trials.invariance", "--model", str(subject.folder), "--context", "640"]
+        command += ["--requests", "40", "--dtype", dtype, "--quantizations", quantization]
+        _trial(subject, f"invariance-{form}", "invariance", command, checks)
     return checks
 
 
-def _trial(subject: Subject, name: str, result: str, command: list[str]) -> dict[str, Any]:
-    """Runs a campaign with --output, its text in NAME.txt, and reads RESULT.json. Raises RuntimeError where it wrote none."""
+def _trial(
+    subject: Subject,
+    name: str,
+    result: str,
+    command: list[str],
+    checks: list[Check],
+) -> dict[str, Any]:
+    """Runs a campaign with --output, its text in NAME.txt, and reads RESULT.json, whose checks are
+    appended to `checks`. Raises RuntimeError where it wrote none.
+    """
     folder = subject.output / name
     folder.mkdir(parents=True, exist_ok=True)
     with (subject.output / f"{name}.txt").open("w") as text:
@@ -249,6 +206,8 @@ def _trial(subject: Subject, name: str, result: str, command: list[str]) -> dict
     if not file.exists():
         raise RuntimeError(f"{command[0]} wrote no result; {subject.output / name}.txt says why")
     found: dict[str, Any] = json.loads(file.read_text())
+    for each in found["checks"]:
+        checks.append(Check(f"{name}: {each['what']}", each["holds"], each["found"]))
     return found
 
 
@@ -256,7 +215,6 @@ PARTS: dict[str, Callable[[Subject], list[Check]]] = {
     "same": same_tokens,
     "perplexity": perplexities,
     "speed": speeds,
-    "start": starts,
     "kill": kills,
     "invariance": invariances,
 }

@@ -3,7 +3,7 @@
     python bench/real/peer.py FILE.gguf REQUEST.json
 
 REQUEST is one JSON object, `do` and its arguments; the answer is printed as one JSON object. `quantize`: writes the weights in `type` into
-`output`. `perplexity`: of `windows` of token ids, with a float32 KV cache. `tokenize`: the ids of `texts`. `speed`: output tokens per
+`output`. `perplexity`: of `windows` of token ids, with a float32 KV cache. `speed`: output tokens per
 second of as many requests as there are `prompts`, `clients` of them at a time, each continued by `tokens` greedy tokens; continuous batches
 through the low-level interface, where a prompt is computed with the tokens of the running requests.
 """
@@ -130,19 +130,7 @@ def quantize(path: str, output: str, type: str, threads: int) -> dict[str, Any]:
     return {"output": output}
 
 
-def tokenize(path: str, texts: list[str], threads: int) -> dict[str, Any]:
-    """The ids of each text as a prompt: opened as the file says, special tokens recognised."""
-    vocabulary, found = llama.llama_model_get_vocab(_model(path)), []
-    for text in texts:
-        data = text.encode()
-        room = len(data) + 8
-        ids = (ctypes.c_int32 * room)()
-        count = llama.llama_tokenize(vocabulary, data, len(data), ids, room, True, True)
-        found.append(list(ids[:count]))
-    return {"ids": found, "threads": threads}
-
-
-WORK: dict[str, Any] = {"perplexity": perplexity, "speed": speed, "quantize": quantize, "tokenize": tokenize}
+WORK: dict[str, Any] = {"perplexity": perplexity, "speed": speed, "quantize": quantize}
 
 
 def main() -> None:

@@ -12,7 +12,8 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -24,10 +25,16 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from rich.console import Console
 
-from commands.bench.client import Clock, Endpoint, Outcome, ReplyError, fetch_info, generate, reachable, reason
-from commands.bench.comparison import Earlier
-from commands.bench.figures import Interrupted, circumstances, distributions, figures
-from commands.bench.page import page
+from commands.bench.client import (
+    Endpoint,
+    Outcome,
+    ReplyError,
+    fetch_info,
+    generate,
+    reachable,
+    reason,
+)
+from commands.bench.figures import circumstances, figures
 from commands.bench.tables import tables
 from commands.progress import progress
 from server.config import PREFIX
@@ -35,8 +42,6 @@ from server.config import PREFIX
 PLAIN_WIDTH = 120
 """Columns of the table where standard output is no terminal."""
 EXIT_INTERRUPTED = 130
-WARMUP = "warm-up"
-AGAIN = "nothing is kept, so the same command begins again"
 VOCABULARY = """
     def class return self import from for in if else not None True yield await with try except raise assert lambda while break
     index length buffer cache token tokens layer batch value values result request response stream reader writer path config
@@ -60,27 +65,45 @@ class Cases(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True)
 
-    concurrency: Annotated[list[Annotated[int, Field(ge=1, le=65536)]], NoDecode, BeforeValidator(_split)] = Field(
-        [1, 8, 32], description="closed loop: one run for each of these numbers of clients, of the default for those with enough requests"
+    concurrency: Annotated[
+        list[Annotated[int, Field(ge=1, le=65536)]],
+        NoDecode,
+        BeforeValidator(_split),
+    ] = Field(
+        [1, 8, 32],
+        description="closed loop: one run for each of these numbers of clients, of the default for those with enough requests",
     )
     requests: int = Field(64, ge=1, le=10**6, description="requests of a run")
-    warmup: int = Field(1, ge=0, le=10**4, description="requests sent one by one before the first run, not counted")
+    warmup: int = Field(
+        1,
+        ge=0,
+        le=10**4,
+        description="requests sent one by one before the first run, not counted",
+    )
     prompt_tokens: int = Field(128, ge=1, le=2**20, description="tokens of a prompt, exactly")
-    output_tokens: int = Field(128, ge=1, le=2**20, description="tokens generated for a request, exactly")
+    output_tokens: int = Field(
+        128,
+        ge=1,
+        le=2**20,
+        description="tokens generated for a request, exactly",
+    )
     seed: int = Field(
-        0, ge=0, description="of prompts and arrivals; change it between runs, else the server's prefix cache has the prompts"
+        0,
+        ge=0,
+        description="of prompts and arrivals; change it between runs, else the server's prefix cache has the prompts",
     )
-    output: Annotated[Path | None, AfterValidator(_in_a_folder)] = Field(None, description="JSON file to write the result to")
-    html: Annotated[Path | None, AfterValidator(_in_a_folder)] = Field(
-        None, description="HTML file to draw the result in, with the earlier one of `compare`: one page that needs no other file"
+    output: Annotated[Path | None, AfterValidator(_in_a_folder)] = Field(
+        None,
+        description="JSON file to write the result to",
     )
-    compare: Path | None = Field(None, description="JSON file of an earlier result of the same cases, to print beside this one")
     config: Path | None = Field(None, description="TOML file of these options")
 
     @model_validator(mode="after")
     def _clients_have_requests(self) -> "Cases":
         if max(self.clients, default=0) > self.requests:
-            raise ValueError(f"requests {self.requests} must be at least concurrency {max(self.clients)}")
+            raise ValueError(
+                f"requests {self.requests} must be at least concurrency {max(self.clients)}",
+            )
         return self
 
     @property
@@ -96,11 +119,23 @@ class BenchSettings(Cases):
     With --offline: on an engine in this process, without a server; `onehead bench --offline --help` lists its options.
     """
 
-    url: Annotated[str, AfterValidator(reachable)] = Field("http://127.0.0.1:8000", description="address of the server")
-    rate: Annotated[list[Annotated[float, Field(gt=0, le=1e6)]], NoDecode, BeforeValidator(_split)] = Field(
-        [], description="open loop: one run for each of these requests per second on average, as 0.5,2"
+    url: Annotated[str, AfterValidator(reachable)] = Field(
+        "http://127.0.0.1:8000",
+        description="address of the server",
     )
-    timeout: float = Field(600.0, gt=0, description="seconds after which a request counts as failed")
+    rate: Annotated[
+        list[Annotated[float, Field(gt=0, le=1e6)]],
+        NoDecode,
+        BeforeValidator(_split),
+    ] = Field(
+        [],
+        description="open loop: one run for each of these requests per second on average, as 0.5,2",
+    )
+    timeout: float = Field(
+        600.0,
+        gt=0,
+        description="seconds after which a request counts as failed",
+    )
 
     @model_validator(mode="after")
     def _there_is_a_run(self) -> "BenchSettings":
@@ -128,7 +163,13 @@ class Ask:
             "ignore_eos": True,
             "details": True,
         } | ({"temperature": self.temperature} if self.temperature > 0 else {})
-        return msgspec.json.encode({"inputs": prompt_text(rng, self.prompt_tokens), "parameters": parameters, "stream": True})
+        return msgspec.json.encode(
+            {
+                "inputs": prompt_text(rng, self.prompt_tokens),
+                "parameters": parameters,
+                "stream": True,
+            }
+        )
 
     def problem(self, outcome: Outcome) -> str | None:
         """How a reply that ended well differs from what was asked."""
@@ -163,13 +204,20 @@ class Load:
     @classmethod
     def open(cls, rate: float, count: int, rng: random.Random) -> "Load":
         """Poisson arrivals at `rate` per second: the gaps are exponential."""
-        return cls(f"open {rate:g}/s", arrivals=tuple(accumulate(rng.expovariate(rate) for _ in range(count))))
+        return cls(
+            f"open {rate:g}/s",
+            arrivals=tuple(accumulate(rng.expovariate(rate) for _ in range(count))),
+        )
 
 
-async def run(endpoint: Endpoint, ask: Ask, load: Load, bodies: list[bytes], on_end: Callable[[], None]) -> list[Outcome]:
-    """Sends `bodies` as `load` says, and waits for every end; the outcomes are in the order of the bodies. Raises Interrupted where it is
-    cancelled.
-    """
+async def run(
+    endpoint: Endpoint,
+    ask: Ask,
+    load: Load,
+    bodies: list[bytes],
+    on_end: Callable[[], None],
+) -> list[Outcome]:
+    """Sends `bodies` as `load` says, and waits for every end; the outcomes are in the order of the bodies."""
     requests = [endpoint.request("POST", "/generate", body) for body in bodies]
     outcomes = [Outcome(0.0) for _ in bodies]
     start = time.perf_counter()
@@ -184,41 +232,22 @@ async def run(endpoint: Endpoint, ask: Ask, load: Load, bodies: list[bytes], on_
         outcome.failure = outcome.failure or ask.problem(outcome)
         on_end()
 
-    try:
-        await (_open_loop(one, load.arrivals, clock) if load.arrivals else _closed_loop(one, len(bodies), load.clients, clock))
-    except asyncio.CancelledError:
-        raise Interrupted(outcomes) from None
-    return outcomes
-
-
-async def _closed_loop(one: Callable[[int, float], Awaitable[None]], count: int, clients: int, clock: Clock) -> None:
-    numbers = iter(range(count))
+    numbers = iter(range(len(bodies)))
 
     async def client() -> None:
         for number in numbers:  # The clients share the iterator.
             await one(number, clock())
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(clients):
-            group.create_task(client())
-
-
-async def _open_loop(one: Callable[[int, float], Awaitable[None]], arrivals: tuple[float, ...], clock: Clock) -> None:
-    async def client(number: int, due: float) -> None:
+    async def at(due: float, number: int) -> None:
         await asyncio.sleep(due - clock())
         await one(number, due)
 
     async with asyncio.TaskGroup() as group:
-        for number, due in enumerate(arrivals):
-            group.create_task(client(number, due))
-
-
-def _raw(outcome: Outcome) -> dict[str, Any]:
-    """One request in the result file, its seconds to the microsecond."""
-    first = outcome.token_times[0] if outcome.token_times else None
-    times = {"intended": outcome.intended, "sent": outcome.sent, "first_token": first, "end": outcome.end}
-    rounded = {name: None if value is None else round(value, 6) for name, value in times.items()}
-    return rounded | {"tokens": len(outcome.token_times), "failure": outcome.failure}
+        for number, due in enumerate(load.arrivals):
+            group.create_task(at(due, number))
+        for _ in range(load.clients):
+            group.create_task(client())
+    return outcomes
 
 
 def _loads(settings: BenchSettings) -> list[Load]:
@@ -228,83 +257,70 @@ def _loads(settings: BenchSettings) -> list[Load]:
     return closed + [Load.open(rate, settings.requests, rng) for rate in settings.rate]
 
 
-async def _run_all(settings: BenchSettings, loads: list[Load], endpoint: Endpoint) -> list[dict[str, Any]]:
-    """Every run after the warm-up, one after the other; after an interruption those that there are, the last one partial."""
+async def _run_all(
+    settings: BenchSettings,
+    loads: list[Load],
+    endpoint: Endpoint,
+    runs: list[dict[str, Any]],
+) -> None:
+    """Appends every run after the warm-up, one after the other."""
     ask = Ask(settings.prompt_tokens, settings.output_tokens, settings.timeout)
     rng = random.Random(f"{settings.seed} prompts")
-    runs: list[dict[str, Any]] = []
-    label = WARMUP
     with progress() as shown:
-        try:
-            await run(endpoint, ask, Load.closed(1), [ask.body(rng) for _ in range(settings.warmup)], lambda: None)
-            for load in loads:
-                label = load.label
-                task = shown.add_task(label, total=settings.requests)
-                bodies = [ask.body(rng) for _ in range(settings.requests)]
-                runs.append(run_of(label, await run(endpoint, ask, load, bodies, partial(shown.advance, task))))
-        except Interrupted as interrupted:
-            runs += partial_run(label, interrupted.outcomes)
-    return runs
+        warmup = [ask.body(rng) for _ in range(settings.warmup)]
+        await run(endpoint, ask, Load.closed(1), warmup, lambda: None)
+        for load in loads:
+            task = shown.add_task(load.label, total=settings.requests)
+            bodies = [ask.body(rng) for _ in range(settings.requests)]
+            outcomes = await run(endpoint, ask, load, bodies, partial(shown.advance, task))
+            runs.append(run_of(load.label, outcomes))
 
 
 def run_of(label: str, outcomes: list[Outcome]) -> dict[str, Any]:
     """One run in the result file."""
-    return {
-        "load": label,
-        "figures": figures(outcomes),
-        "distributions": distributions(outcomes),
-        "requests": [_raw(outcome) for outcome in outcomes],
-    }
+    failures = Counter(outcome.failure for outcome in outcomes if outcome.failure)
+    return {"load": label, "figures": figures(outcomes), "failures": failures}
 
 
-def partial_run(label: str, outcomes: list[Outcome]) -> list[dict[str, Any]]:
-    """A run that was interrupted, by the requests that had ended; none where there is nothing to show."""
-    return [run_of(label, outcomes) | {"partial": True}] if outcomes and label != WARMUP else []
-
-
-def report(settings: Cases, kind: str, info: dict[str, Any], runs: list[dict[str, Any]], planned: int, earlier: Earlier | None) -> int:
-    """Tables, reasons of failures, result file; the exit status. Fewer complete runs than `planned` are a partial result, which is not
-    written.
+def report(
+    settings: Cases,
+    kind: str,
+    info: dict[str, Any],
+    runs: list[dict[str, Any]],
+    planned: int,
+) -> int:
+    """Tables, reasons of failures, result file; the exit status. Fewer runs than `planned` are those
+    before Ctrl-C; no file is written of them.
     """
     console = Console()
     if not console.is_terminal:
         console = Console(width=PLAIN_WIDTH)
     if runs:
         console.print(*tables(runs))
-    complete = [each for each in runs if not each.get("partial")]
-    result = circumstances(info) | {"kind": kind, "settings": settings.model_dump(mode="json"), "runs": runs}
-    if earlier is not None and complete:
-        console.print(earlier.table(complete))
-        for difference in earlier.differences(result):
-            print(f"onehead bench: not as in the earlier result: {difference}", file=sys.stderr)
-    reasons = Counter(request["failure"] for each in runs for request in each["requests"] if request["failure"])
+    reasons = sum((each["failures"] for each in runs), Counter[str]())
     for words, count in reasons.most_common():
         print(f"onehead bench: {count} failed: {words}", file=sys.stderr)
-    if len(complete) < planned:
-        files = [str(file) for file in (settings.output, settings.html) if file]
-        unwritten = f", and {' and '.join(files)} {'is' if len(files) == 1 else 'are'} not written" if files else ""
-        print(f"onehead bench: interrupted: {len(complete)} of {planned} runs are complete{unwritten}; {AGAIN}", file=sys.stderr)
+    if len(runs) < planned:
+        interrupted = f"interrupted: {len(runs)} of {planned} runs are complete"
+        print(f"onehead bench: {interrupted}; no result is written", file=sys.stderr)
         return EXIT_INTERRUPTED
     if settings.output:
+        values = settings.model_dump(mode="json")
+        result = circumstances(info) | {"kind": kind, "settings": values, "runs": runs}
         settings.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if settings.html:
-        settings.html.write_text(page(result, earlier), encoding="utf-8")
     return 1 if reasons else 0
 
 
 async def bench(settings: BenchSettings) -> int:
-    """Runs every load that the settings name; the exit status, which is 1 where any request failed. Raises UsageError where the earlier
-    result is no such result or not of the same cases.
-    """
+    """Runs every load that the settings name; the exit status, 1 where any request failed."""
     endpoint, loads = Endpoint.parse(settings.url), _loads(settings)
-    earlier = None if settings.compare is None else Earlier.read(settings.compare)
-    if earlier is not None:
-        earlier.must_be_of("server", settings.model_dump(mode="json"), [load.label for load in loads])
+    runs: list[dict[str, Any]] = []
     try:
         info = await fetch_info(endpoint, settings.timeout)
     except (OSError, ReplyError) as error:
-        print(f"onehead bench: the server at {settings.url} cannot be used: {reason(error)}", file=sys.stderr)
+        problem = f"the server at {settings.url} cannot be used: {reason(error)}"
+        print(f"onehead bench: {problem}", file=sys.stderr)
         return 1
-    if earlier is not None:
-        earlier.must_be_on(info)
-    return report(settings, "server", info, await _run_all(settings, loads, endpoint), len(loads), earlier)
+    with suppress(asyncio.CancelledError):  # Ctrl-C.
+        await _run_all(settings, loads, endpoint, runs)
+    return report(settings, "server", info, runs, len(loads))

@@ -6,10 +6,9 @@ of what a request is sent for.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -40,12 +39,18 @@ class Endpoint:
             raise ValueError(f"must be http://HOST:PORT or https://HOST:PORT; got {url!r}")
         parts.hostname.encode("idna")  # What cannot be looked up is a ValueError too.
         tls = parts.scheme == "https"
-        return cls(parts.hostname, parts.port or (443 if tls else 80), parts.netloc, parts.path.rstrip("/"), tls)
+        return cls(
+            parts.hostname,
+            parts.port or (443 if tls else 80),
+            parts.netloc,
+            parts.path.rstrip("/"),
+            tls,
+        )
 
-    def request(self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] = MappingProxyType({})) -> bytes:
+    def request(self, method: str, path: str, body: bytes = b"") -> bytes:
         """The bytes of one request on a connection of its own."""
-        head = f"{method} {self.prefix}{path} HTTP/1.1\r\nhost: {self.authority}\r\nconnection: close\r\n"
-        head += "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        head = f"{method} {self.prefix}{path} HTTP/1.1\r\n"
+        head += f"host: {self.authority}\r\nconnection: close\r\n"
         if body:
             head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
         return head.encode() + b"\r\n" + body
@@ -59,7 +64,11 @@ def reachable(url: str) -> str:
 
 async def talk(endpoint: Endpoint, request: bytes) -> AsyncGenerator[tuple[int, bytes], None]:
     """Sends a request on a new connection; (status, bytes of the body) as they come in. Raises OSError or ReplyError."""
-    reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port, ssl=endpoint.tls or None)
+    reader, writer = await asyncio.open_connection(
+        endpoint.host,
+        endpoint.port,
+        ssl=endpoint.tls or None,
+    )
     try:
         writer.write(request)
         status, headers = _parse_head(await reader.readuntil(b"\r\n\r\n"))
@@ -131,12 +140,18 @@ class Outcome:
             self.input_length = event.details.input_length
 
 
-async def generate(endpoint: Endpoint, request: bytes, timeout: float, outcome: Outcome, clock: Clock) -> None:
+async def generate(
+    endpoint: Endpoint,
+    request: bytes,
+    timeout: float,
+    outcome: Outcome,
+    clock: Clock,
+) -> None:
     """Sends the bytes of a streaming request and fills `outcome`. Raises nothing: what goes wrong is the outcome's failure."""
     outcome.sent = clock()
     try:
-        async with asyncio.timeout(timeout):
-            await _receive(endpoint, request, outcome, clock)
+        async with asyncio.timeout(timeout), aclosing(talk(endpoint, request)) as pieces:
+            await _receive(pieces, outcome, clock)
     except TimeoutError:
         outcome.failure = f"no end within {timeout:g} s"
     except (OSError, ReplyError) as error:
@@ -144,16 +159,19 @@ async def generate(endpoint: Endpoint, request: bytes, timeout: float, outcome: 
     outcome.end = clock()
 
 
-async def _receive(endpoint: Endpoint, request: bytes, outcome: Outcome, clock: Clock) -> None:
+async def _receive(
+    pieces: AsyncIterator[tuple[int, bytes]],
+    outcome: Outcome,
+    clock: Clock,
+) -> None:
     """Stamps each event as it comes in. Raises OSError or ReplyError."""
     status, tail = 0, b""
-    async with aclosing(talk(endpoint, request)) as pieces:
-        async for status, body in pieces:
-            now = clock()
-            *lines, tail = (tail + body).split(b"\n") if status == 200 else (tail + body,)
-            for line in lines:
-                if line.startswith(b"data:"):
-                    outcome.take(line[5:], now)
+    async for status, body in pieces:
+        now = clock()
+        *lines, tail = (tail + body).split(b"\n") if status == 200 else (tail + body,)
+        for line in lines:
+            if line.startswith(b"data:"):
+                outcome.take(line[5:], now)
     if status != 200:
         raise ReplyError(refusal(status, tail))
 
@@ -161,7 +179,10 @@ async def _receive(endpoint: Endpoint, request: bytes, outcome: Outcome, clock: 
 async def fetch_info(endpoint: Endpoint, timeout: float) -> dict[str, Any]:
     """The server's /info. Raises OSError or ReplyError."""
     status, text = 0, b""
-    async with asyncio.timeout(timeout), aclosing(talk(endpoint, endpoint.request("GET", "/info"))) as pieces:
+    async with (
+        asyncio.timeout(timeout),
+        aclosing(talk(endpoint, endpoint.request("GET", "/info"))) as pieces,
+    ):
         async for code, body in pieces:
             status, text = code, text + body
     if status != 200:

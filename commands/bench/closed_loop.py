@@ -12,7 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from commands.bench.client import Outcome
-from commands.bench.figures import Interrupted, spread
+from commands.bench.figures import spread
 
 if TYPE_CHECKING:
     from model.step import StepPlan, StepResult
@@ -70,7 +70,11 @@ class Steps:
     def figures(self) -> dict[str, Any]:
         total = sum(self.host) + sum(self.compute)
         parts = {"host": spread(self.host), "compute": spread(self.compute)}
-        return {"count": len(self.host), **parts, "host_share": sum(self.host) / total if total else None}
+        return {
+            "count": len(self.host),
+            **parts,
+            "host_share": sum(self.host) / total if total else None,
+        }
 
 
 class ClosedLoop:
@@ -88,8 +92,12 @@ class ClosedLoop:
         return time.perf_counter() - self._began
 
     def run(self, clients: int, prompts: list[list[int]]) -> tuple[list[Outcome], Steps]:
-        """Every prompt to its end; the outcomes in their order. Raises Interrupted at Ctrl-C."""
-        self._outcomes, steps, numbers = [Outcome(0.0) for _ in prompts], Steps(), iter(range(len(prompts)))
+        """Every prompt to its end; the outcomes in their order."""
+        self._outcomes, steps, numbers = (
+            [Outcome(0.0) for _ in prompts],
+            Steps(),
+            iter(range(len(prompts))),
+        )
         runner, self._core.runner = self._core.runner, self._stopwatch
         self._began = time.perf_counter()
         try:
@@ -100,8 +108,6 @@ class ClosedLoop:
                     number = next(numbers, -1)
                     if number >= 0:
                         self._submit(number, prompts[number])
-        except KeyboardInterrupt:
-            raise Interrupted(self._outcomes) from None
         finally:
             self._core.runner = runner
         return self._outcomes, steps
@@ -112,7 +118,12 @@ class ClosedLoop:
         outcome = self._outcomes[number]
         outcome.intended = outcome.sent = self._clock()
         outcome.input_length = len(prompt)
-        self._core.scheduler.submit(number, prompt, self._output_tokens, Sampling(temperature=self._temperature, seed=number))
+        self._core.scheduler.submit(
+            number,
+            prompt,
+            self._output_tokens,
+            Sampling(temperature=self._temperature, seed=number),
+        )
 
     def _step(self, steps: Steps) -> int:
         """One step of the engine; how many requests it ended."""

@@ -6,16 +6,16 @@ HTTP is what the service costs.
 
 import os
 import random
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import asdict
 from pydantic import model_validator
 
-from commands.bench.bench import WARMUP, Cases, partial_run, report, run_of
+from commands.bench.bench import Cases, report, run_of
 from commands.bench.closed_loop import ClosedLoop
-from commands.bench.comparison import Earlier
-from commands.bench.figures import Interrupted
 from commands.progress import progress
 from server.config import EngineSettings, ServerSection
 from server.errors import ConfigurationError, ResourceError, UsageError
@@ -42,7 +42,9 @@ def load_engine(settings: OfflineSettings) -> "tuple[EngineCore, protocol.Ready]
     from server.engine.worker import load
     from server.service import start_message
 
-    os.environ.update(engine_environment())  # The OpenMP runtime reads it when torch is imported, which is below.
+    os.environ.update(
+        engine_environment(),
+    )  # The OpenMP runtime reads it when torch is imported, which is below.
     start = start_message(settings, ServerSection())
     try:
         core, ready = load(start, lambda *_: None)
@@ -54,63 +56,46 @@ def load_engine(settings: OfflineSettings) -> "tuple[EngineCore, protocol.Ready]
 
 
 def info_of(settings: OfflineSettings, ready: "protocol.Ready") -> dict[str, Any]:
-    """What is measured, by the names that a server's /info has for it."""
+    """The model's id, this version, and what the engine says when it is ready."""
     from server.hub.download import model_id
 
-    return {
-        "model_id": model_id(settings.model),
-        "model_dtype": ready.dtype,
-        "model_device_type": ready.device,
-        "max_total_tokens": ready.capacity,
-        "version": version("onehead"),
-        "num_parameters": ready.num_parameters,
-        "quantization": ready.quantization,
-        "kv_dtype": ready.kv_dtype,
-        "kv_bytes_per_token": ready.kv_bytes_per_token,
-        "kv_pages": ready.num_pages,
-        "kv_page_size": ready.page_size,
-        "kernels": ready.kernels,
-        "deterministic": ready.deterministic,
-    }
+    return {"model_id": model_id(settings.model), "version": version("onehead")} | asdict(ready)
 
 
-def _run_all(settings: OfflineSettings, core: "EngineCore", vocab_size: int) -> list[dict[str, Any]]:
-    """Every run after the warm-up, one after the other; after an interruption those that there are, the last one partial."""
+def _run_all(
+    settings: OfflineSettings,
+    core: "EngineCore",
+    vocab_size: int,
+    runs: list[dict[str, Any]],
+) -> None:
+    """Appends every run after the warm-up, one after the other."""
     rng = random.Random(f"{settings.seed} prompts")
 
     def prompts(count: int) -> list[list[int]]:
         return [rng.choices(range(vocab_size), k=settings.prompt_tokens) for _ in range(count)]
 
-    runs: list[dict[str, Any]] = []
-    label = WARMUP
     with progress() as shown:
-        try:
-            ClosedLoop(core, settings.output_tokens, lambda: None).run(1, prompts(settings.warmup))
-            for clients in settings.clients:
-                label = f"closed {clients}"
-                task = shown.add_task(label, total=settings.requests)
-                loop = ClosedLoop(core, settings.output_tokens, partial(shown.advance, task))
-                outcomes, steps = loop.run(clients, prompts(settings.requests))
-                run = run_of(label, outcomes)
-                run["figures"]["step"] = steps.figures()
-                runs.append(run)
-        except Interrupted as interrupted:
-            runs += partial_run(label, interrupted.outcomes)
-    return runs
+        ClosedLoop(core, settings.output_tokens, lambda: None).run(1, prompts(settings.warmup))
+        for clients in settings.clients:
+            label = f"closed {clients}"
+            task = shown.add_task(label, total=settings.requests)
+            loop = ClosedLoop(core, settings.output_tokens, partial(shown.advance, task))
+            outcomes, steps = loop.run(clients, prompts(settings.requests))
+            run = run_of(label, outcomes)
+            run["figures"]["step"] = steps.figures()
+            runs.append(run)
 
 
 def bench(settings: OfflineSettings) -> int:
-    """Runs every load that the settings name; the exit status, which is 1 where any request failed. Raises UsageError where the requests
-    do not fit, or the earlier result is not of the same cases, and as `load_engine`.
+    """Runs every load that the settings name; the exit status, 1 where any request failed. Raises
+    UsageError where the requests do not fit, and as `load_engine`.
     """
-    earlier = None if settings.compare is None else Earlier.read(settings.compare)
-    if earlier is not None:
-        earlier.must_be_of("offline", settings.model_dump(mode="json"), [f"closed {clients}" for clients in settings.clients])
     core, ready = load_engine(settings)
     needed = settings.prompt_tokens + settings.output_tokens
     if needed > ready.capacity:
-        raise UsageError(f"prompt_tokens and output_tokens are {needed} together; the model and its cache hold {ready.capacity}")
-    info = info_of(settings, ready)
-    if earlier is not None:
-        earlier.must_be_on(info)
-    return report(settings, "offline", info, _run_all(settings, core, ready.vocab_size), len(settings.clients), earlier)
+        words = f"prompt_tokens and output_tokens are {needed} together"
+        raise UsageError(f"{words}; the model and its cache hold {ready.capacity}")
+    runs: list[dict[str, Any]] = []
+    with suppress(KeyboardInterrupt):
+        _run_all(settings, core, ready.vocab_size, runs)
+    return report(settings, "offline", info_of(settings, ready), runs, len(settings.clients))

@@ -31,15 +31,31 @@ def tables(runs: list[dict[str, Any]]) -> Iterator[Table]:
     """Rates, then latencies as clients saw them, then for runs that know their steps the time of the host and of the model in each."""
     rates, latencies, steps = [], [], []
     for each in runs:
-        f, label = each["figures"], each["load"] + ("*" if each.get("partial") else "")
+        f, label = each["figures"], each["load"]
         per_second = [f"{f['output_tokens_per_second']:.1f}", f"{f['requests_per_second']:.2f}"]
         rates.append([label, str(f["requests"]), str(f["failed"]), *per_second])
-        latencies.append([label, *_pairs((f["time_to_first_token"], 1e3), (f["inter_token_latency"], 1e3), (f["e2e_latency"], 1))])
+        latencies.append(
+            [
+                label,
+                *_pairs(
+                    (f["time_to_first_token"], 1e3),
+                    (f["inter_token_latency"], 1e3),
+                    (f["e2e_latency"], 1),
+                ),
+            ]
+        )
         if step := f.get("step"):
             parts = _pairs((step["host"], 1e3), (step["compute"], 1e3))
             steps.append([label, str(step["count"]), *parts, f"{step['host_share']:.2%}"])
-    note = "*: interrupted, with the requests that had ended" if any(each.get("partial") for each in runs) else ""
-    yield _table(("load", "requests", "failed", "tokens/s", "requests/s"), rates, note)
-    yield _table(("load", "TTFT, ms", "inter-token latency, ms", "end-to-end, s"), latencies, "latencies: p50 / p99")
+    yield _table(("load", "requests", "failed", "tokens/s", "requests/s"), rates, "")
+    yield _table(
+        ("load", "TTFT, ms", "inter-token latency, ms", "end-to-end, s"),
+        latencies,
+        "latencies: p50 / p99",
+    )
     if steps:
-        yield _table(("load", "steps", "host ms", "compute ms", "host's share"), steps, "parts of a step: p50 / p99; share of all seconds")
+        yield _table(
+            ("load", "steps", "host ms", "compute ms", "host's share"),
+            steps,
+            "parts of a step: p50 / p99; share of all seconds",
+        )

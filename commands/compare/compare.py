@@ -1,12 +1,13 @@
-"""`onehead compare`: counts, measures, trains, and writes results.json and report.html. What is counted is in `arithmetic`, measured in
-`timing`, trained in `twins`, how it looks in `report`; here is only the order of things. docs/compare.md describes results.json.
+"""`onehead compare`: counts, measures, trains, prints tables and writes results.json.
+
+What is measured is in `timing`, trained in `twins`; here is the order of things, and the bytes, which
+ModelSpec counts. docs/compare.md describes results.json.
 """
 
 import json
 import math
 import os
 import platform
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,15 +17,20 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from commands.compare import arithmetic, report, timing, twins
+from commands.compare import timing, twins
 from commands.options import CompareOptions
-from commands.pictures import MISSING, load_pyplot
 from commands.progress import progress
 from commands.train.state import make_folder
 from model.checkpoint.families import read_spec
 
-CONTEXT = 8192
-Measure = Callable[[timing.Say], Any]
+CONTEXT, BFLOAT16 = 8192, 2
+MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
+"""Folders with the config.json of published checkpoints."""
+TABLE = ("starcoderbase-1b", "starcoder", "falcon-7b", "gemma-2b")
+"""Those among them that every report shows."""
+Say = Callable[[str], None]
+"""Reports the progress of a long measurement."""
+Measure = Callable[[Say], Any]
 
 
 def plan(options: CompareOptions) -> list[tuple[str, Measure]]:
@@ -32,13 +38,11 @@ def plan(options: CompareOptions) -> list[tuple[str, Measure]]:
     repeats = 3 if options.quick else 9
     batches = (1, 8, 64) if options.quick else (1, 2, 4, 8, 16, 32, 64, 128, 256)
     contexts = (128, 1024) if options.quick else (128, 512, 2048)
-    heads = (4, 16) if options.quick else (1, 2, 4, 8, 16, 32)
-    steps: list[tuple[str, Measure]] = [("cache", partial(timing.cache_or_none, 96 if options.quick else 1000))]
+    steps: list[tuple[str, Measure]] = []
     for context in contexts:
         for batch in batches:
             if batch * context <= 64 * 2048:  # 1 GiB of multi-head K and V
                 steps.append(("decode", lambda say, b=batch, c=context: timing.decode_step(b, c, repeats)))  # type: ignore[misc]
-    steps += [("classes", lambda say, h=count: timing.classes(h, repeats)) for count in heads]  # type: ignore[misc]
     sizes = _twin_sizes(options)
     for seed in range(sizes.num_seeds):
         steps += [("quality", partial(_twin, sizes, kind, seed, options)) for kind in twins.KINDS]
@@ -49,7 +53,7 @@ def _twin_sizes(options: CompareOptions) -> twins.TwinSizes:
     return twins.QUICK if options.quick else twins.FULL
 
 
-def _twin(sizes: twins.TwinSizes, kind: str, seed: int, options: CompareOptions, say: timing.Say) -> dict[str, Any]:
+def _twin(sizes: twins.TwinSizes, kind: str, seed: int, options: CompareOptions, say: Say) -> dict[str, Any]:
     say(f"{kind}, seed {seed}, reading the corpus")
     result: dict[str, Any] = {}
     folder = options.output / "twins" / f"{kind}-{seed}"
@@ -68,27 +72,37 @@ def compare(options: CompareOptions) -> None:
     memory = memory_of(options.model)
     if options.data is not None:
         twins.read_documents(options.data)  # Refused before the work where it holds no text.
-    results: dict[str, Any] = {"schema": 2, "quick": options.quick, "machine": _machine(), "memory": memory}
-    console = Console()
-    if load_pyplot() is None:
-        print(f"onehead compare: report.html will have no pictures: {MISSING}", file=sys.stderr)
+    results: dict[str, Any] = {"schema": 3, "quick": options.quick, "machine": _machine(), "memory": memory}
     measured = _measure(plan(options))
-    for key in ("decode", "classes"):
-        results[key] = measured[key]
-    (results["cache"],) = measured["cache"]
+    results["decode"] = measured["decode"]
     results["quality"] = twins.quality(_twin_sizes(options), measured["quality"])
     (options.output / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    (options.output / "report.html").write_text(report.page(results), encoding="utf-8")
-    for summary in _summaries(results):
-        console.print(summary)
-    console.print(f"{options.output / 'report.html'}")
+    Console().print(*_tables(results))
 
 
-def memory_of(model: Path | None) -> dict[str, Any]:
-    """The counted part of the results, with a row for a further checkpoint folder. Raises CheckpointError for one that cannot be read."""
-    folders = [arithmetic.MODELS / name for name in arithmetic.TABLE] + ([model] if model else [])
-    models = {folder.resolve().name: read_spec(folder) for folder in folders}
-    return {"seed": arithmetic.tutorial_tensors(), "models": arithmetic.cache_table(models, CONTEXT)}
+def memory_of(model: Path | None) -> list[dict[str, Any]]:
+    """Bytes in bfloat16 of a token and of a sequence of CONTEXT tokens, with one key/value head and
+    with one per query head, of published models and a further checkpoint folder. Raises
+    CheckpointError for one that cannot be read.
+    """
+    rows = []
+    for folder in [*(MODELS / name for name in TABLE), *([model] if model else [])]:
+        spec = read_spec(folder)
+        one = spec.kv_bytes_per_token(BFLOAT16)
+        many = spec.multi_head_bytes_per_token(BFLOAT16)
+        rows.append(
+            {
+                "name": folder.resolve().name,
+                "num_query_heads": spec.num_query_heads,
+                "context": CONTEXT,
+                "mqa_bytes_per_token": one,
+                "mha_bytes_per_token": many,
+                "mqa_bytes_per_sequence": one * CONTEXT,
+                "mha_bytes_per_sequence": many * CONTEXT,
+                "ratio": many / one,
+            }
+        )
+    return rows
 
 
 def _measure(steps: list[tuple[str, Measure]]) -> dict[str, list[Any]]:
@@ -117,22 +131,24 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def _summaries(results: dict[str, Any]) -> list[Table]:
-    """The report's main figures, for the terminal."""
-    cache = Table("", "cached s", "uncached s", "ratio", title=f"cache or no cache, {results['cache']['num_tokens']} tokens")
-    for name in ("ours", "transformers"):
-        if name in results["cache"]:
-            side = results["cache"][name]
-            cache.add_row(name, f"{side['cached_s']:.2f}", f"{side['uncached_s']:.2f}", f"{side['ratio']:.2f}x")
-    decode = Table("batch", "context", "attention", "layer", title="decode, time of MHA over time of MQA")
+def _tables(results: dict[str, Any]) -> list[Table]:
+    """The results' main figures, for the terminal."""
+    memory = Table("model", "one head", "a head per query head", "ratio", title="bytes of a token")
+    for row in results["memory"]:
+        many, one = (f"{row[f'{kind}_bytes_per_token']:,}" for kind in twins.KINDS)
+        memory.add_row(row["name"], one, many, f"{row['ratio']:.0f}")
+    decode = Table("batch", "context", "attention", "layer", "bytes")
+    decode.title = "a layer's decode step, multi-head over multi-query"
     for row in results["decode"]:
-        decode.add_row(str(row["batch"]), str(row["context"]), f"{row['attention']['ratio']:.1f}x", f"{row['layer']['ratio']:.1f}x")
-    classes = Table("heads", "forward", "forward and backward", title="a list of heads over one class")
-    for row in results["classes"]:
-        classes.add_row(str(row["heads"]), f"{row['forward']['ratio']:.2f}x", f"{row['forward_backward']['ratio']:.2f}x")
-    quality = Table("", "parameters", "held-out loss", "perplexity", title=f"twins, {results['quality']['sizes']['num_seeds']} seeds each")
+        many, one = (row[f"{kind}_kv_bytes"] + row[f"{kind}_weight_bytes"] for kind in twins.KINDS)
+        ratios = row["attention"]["ratio"], row["layer"]["ratio"], many / one
+        cells = (f"{ratio:.1f}" for ratio in ratios)
+        decode.add_row(str(row["batch"]), str(row["context"]), *cells)
+    quality = Table("twins", "parameters", "held-out loss", "perplexity")
+    runs, difference = results["quality"]["runs"], results["quality"]["difference"]
+    quality.title = f"{difference['mean']:+.4f} ± {difference['stdev']:.4f} nats a token with one"
     for kind, loss in results["quality"]["held_out_loss"].items():
-        parameters = next(run["num_parameters"] for run in results["quality"]["runs"] if run["kind"] == kind)
-        figures = f"{loss['mean']:.4f} +- {loss['stdev']:.4f}"
-        quality.add_row(kind.upper(), f"{parameters:,}", figures, f"{math.exp(loss['mean']):.2f}")
-    return [cache, decode, classes, quality]
+        parameters = next(run["num_parameters"] for run in runs if run["kind"] == kind)
+        spread = f"{loss['mean']:.4f} ± {loss['stdev']:.4f}"
+        quality.add_row(kind, f"{parameters:,}", spread, f"{math.exp(loss['mean']):.2f}")
+    return [memory, decode, quality]

@@ -22,13 +22,13 @@ from commands.held_out import decoder_logits, held_out_rows, losses
 from commands.options import TrainOptions
 from commands.pictures import MISSING, load_pyplot
 from commands.progress import progress
-from commands.reference.twin import MultiHeadDecoder
 from commands.train import uptrain
 from commands.train.data import Corpus, Data, Step
 from commands.train.export import export, plot_losses
 from commands.train.loss import Loss, multiplies_bfloat16
 from commands.train.muon import Muon
 from commands.train.state import TrainState, load_state, make_folder, save_state
+from commands.train.twin import MultiHeadDecoder
 from model.decoder import Decoder
 from model.spec import ModelSpec, OptionError
 

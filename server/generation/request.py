@@ -4,14 +4,14 @@ Plain data; knows no engine.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import msgspec
 
 from server import protocol
-from server.text.calls.tool_calls import ReplyForm
+from server.text.calls.parser import ReplyParser
 
 _decode_scores = msgspec.msgpack.Decoder(list[protocol.PromptScore]).decode
 
@@ -39,8 +39,8 @@ class Request:
     grammar: str = ""
     opening: protocol.Opening | None = None
     """What the grammar's part of the output follows; None: it is that of the whole output."""
-    reply: ReplyForm | None = None
-    """How thoughts and calls are taken out of the text; None: all of the output is text."""
+    parser: Callable[[], ReplyParser] | None = None
+    """Makes what takes thoughts and calls out of one output; None: all of it is text."""
     ignored: Sequence[str] = ()
     """Parts of the body that are not followed, which the response tells."""
     healed: str = ""

@@ -16,11 +16,12 @@ from server.generation.generation import Generation
 from server.http.answer import Answers
 from server.http.documentation import documentation_routes
 from server.http.errors import refusal
+from server.http.extensions import extension_routes
 from server.http.front import FrontDoor
+from server.http.handlers import Context
 from server.http.hosts import AllowedHosts
 from server.http.keys import Keys
 from server.http.model_names import ModelNames
-from server.http.monitor import MonitorRoutes
 from server.http.openai.routes import OpenAIRoutes
 from server.http.ops import OpsRoutes
 from server.http.routes import RouteTable
@@ -28,7 +29,6 @@ from server.http.streams import StreamPublisher, StreamRoutes
 from server.http.tgi.generate import TgiRoutes
 from server.http.tokens import TokenRoutes
 from server.http.tracing import Tracing
-from server.http.ui import ui_routes
 
 log = logging.getLogger("onehead.api")
 
@@ -46,14 +46,15 @@ def create_app(
     about = "Text generation with Multi-Query Attention."
     app = FastAPI(title="onehead", version=version, description=about, openapi_url=None, redirect_slashes=False)
     answers = Answers(publisher)
+    context = Context(generation, section, names, answers, version)
     table = RouteTable(
         [
             *TgiRoutes(generation, section, names.shown, version, answers).routes(),
-            *OpenAIRoutes(generation, section, names, answers).routes(),
+            *OpenAIRoutes(context).routes(),
             *StreamRoutes(publisher).routes(),
             *TokenRoutes(generation, section, names, answers.json_answers).routes(),
             *OpsRoutes(generation, version).routes(),
-            *([*ui_routes(), *MonitorRoutes(generation.client, section.keep_alive).routes()] if section.ui else ()),
+            *extension_routes(context),
             *documentation_routes(app, lambda path: door.keys(table.find(path)) is not None),
         ]
     )

@@ -13,35 +13,22 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 
 from server.http.exchange import Dialect
-from server.http.openai.chat_fields import ChatBody, TemplateBody
-from server.http.openai.decision_fields import DecisionBody, SystemBody
+from server.http.extensions import extension_bodies
+from server.http.openai.chat_fields import ChatBody
 from server.http.openai.fields import CompletionBody
-from server.http.openai.fim import FimBody
-from server.http.openai.llama_cpp_fields import InfillBody, LlamaCppCompletionBody
 from server.http.packed import PackedBody
 from server.http.routes import Route
 from server.http.tgi.fields import GenerateBody
 from server.http.token_fields import DetokenizeBody, TokenizeBody
 
-BODIES = (
-    GenerateBody,
-    CompletionBody,
-    ChatBody,
-    DecisionBody,
-    SystemBody,
-    FimBody,
-    InfillBody,
-    LlamaCppCompletionBody,
-    TemplateBody,
-    TokenizeBody,
-    DetokenizeBody,
-)
+BODIES: tuple[type[BaseModel], ...] = GenerateBody, CompletionBody, ChatBody, TokenizeBody, DetokenizeBody
 SCRIPTS = "static-offline-docs"
 BEARER = {"type": "http", "scheme": "bearer", "description": "One of the keys of server.api_keys (for /metrics: of server.metrics_key)."}
 
@@ -77,7 +64,8 @@ def describe(app: FastAPI, needs_key: Callable[[str], bool]) -> dict[str, Any]:
     """Builds the OpenAPI document. `needs_key`: whether a path needs an API key."""
     stated: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
     described, paths, components = app.openapi(), stated.pop("paths"), stated["components"]
-    _, bodies = models_json_schema([(body, "validation") for body in BODIES], ref_template="#/components/schemas/{model}")
+    known = dict.fromkeys([*BODIES, *extension_bodies()])
+    _, bodies = models_json_schema([(body, "validation") for body in known], ref_template="#/components/schemas/{model}")
     components["schemas"] |= bodies["$defs"]
     for schema in bodies["$defs"].values():  # Required fields first.
         schema["properties"] = {name: None for name in schema.get("required", ())} | schema["properties"]

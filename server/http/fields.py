@@ -5,7 +5,7 @@ Invariant: a field has the same bounds on every route that has it. It knows no r
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
@@ -75,6 +75,10 @@ class Body(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    def fit(self, variables: Container[str]) -> list[str]:
+        """Leaves out what sets none of the `variables` that the chat template reads. Returns its places."""
+        return []
 
 
 def default(value: Value | None, otherwise: Value) -> Value:

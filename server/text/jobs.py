@@ -29,8 +29,12 @@ class Texts:
         self.codec = codec
         self.chat_template = ChatTemplate(codec)
         self.fim = FillInTheMiddle(codec)
-        self.calls = ToolCalls(codec)
         self._end_token_ids = end_token_ids
+
+    @cached_property
+    def calls(self) -> ToolCalls:
+        """How this model calls tools."""
+        return ToolCalls(self.codec)
 
     @cached_property
     def compiler(self) -> "GrammarCompiler":

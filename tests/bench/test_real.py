@@ -64,7 +64,7 @@ def test_speeds_are_medians_of_ratios_in_turns(subject: Subject, monkeypatch: py
 
 def test_the_peer_s_script_needs_nothing_of_ours(tmp_path: Path) -> None:
     request = tmp_path / "request.json"
-    request.write_text(json.dumps({"do": "tokenize", "texts": ["x"], "threads": 1}))
+    request.write_text(json.dumps({"do": "quantize"}))
     (tmp_path / "llama_cpp.py").write_text("raise RuntimeError('llama_cpp was imported')")
     done = subprocess.run(
         [sys.executable, PEER, "x.gguf", request], capture_output=True, text=True, check=False, env={"PYTHONPATH": str(tmp_path)}, cwd="/"

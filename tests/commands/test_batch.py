@@ -135,6 +135,7 @@ def statuses(journal: Path) -> list[int]:
     return [json.loads(line)["answer"]["response"]["status_code"] for line in lines]
 
 
+@pytest.mark.nightly
 def test_an_engine_that_is_gone_for_good_answers_nothing(tiny_folder: Path, tmp_path: Path) -> None:
     source, target = write(tmp_path / "in.jsonl", [completion(str(i), max_tokens=400) for i in range(40)]), tmp_path / "out.jsonl"
     options = "--engine.max_running", "2", "--recovery_timeout", "1"
@@ -152,6 +153,7 @@ def test_an_engine_that_is_gone_for_good_answers_nothing(tiny_folder: Path, tmp_
     assert {json.loads(line)["response"]["status_code"] for line in target.read_text().splitlines()} == {200}
 
 
+@pytest.mark.nightly
 def test_an_engine_that_is_away_for_long_answers_nothing_and_the_same_command_goes_on(tiny_folder: Path, tmp_path: Path) -> None:
     source, target = write(tmp_path / "in.jsonl", [completion(str(i), max_tokens=300) for i in range(60)]), tmp_path / "out.jsonl"
     partial = tmp_path / "out.jsonl.partial"
@@ -171,6 +173,7 @@ def test_an_engine_that_is_away_for_long_answers_nothing_and_the_same_command_go
     assert len(target.read_text().splitlines()) == 60
 
 
+@pytest.mark.nightly
 def test_answers_of_two_models_are_not_mixed(folder: Path, tmp_path: Path) -> None:
     source, target = write(tmp_path / "in.jsonl", [completion(str(i), max_tokens=300) for i in range(60)]), tmp_path / "out.jsonl"
     partial = tmp_path / "out.jsonl.partial"
@@ -228,6 +231,7 @@ def test_a_foreign_output_is_refused_before_the_model_is_looked_for(
     assert cli.main(arguments(tmp_path / "none", source, target, "--overwrite")) == 78
 
 
+@pytest.mark.nightly
 def test_an_output_of_its_own_is_replaced_and_one_of_other_requests_is_not(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

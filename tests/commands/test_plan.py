@@ -18,9 +18,8 @@ from cache.pages import PageAllocator
 from cache.table import PageTable
 from commands import cli
 from commands.options import PlanOptions
-from commands.pictures import MISSING
-from commands.plan import draw, make_plan
-from commands.reference.twin import MultiHeadDecoder
+from commands.plan import make_plan
+from commands.train.twin import MultiHeadDecoder
 from model.checkpoint.families import read_spec
 from model.decoder import Decoder, meta_decoder
 from model.devices.cpu.torch_blocks import BlockProducts
@@ -103,11 +102,9 @@ def test_refusals(tmp_path: Path, run: Run) -> None:
     assert run(str(tmp_path), "--memory", "80 gigs")[0] == 78
     assert run(str(tmp_path), "--dtype", "float8")[0] == 78
     assert run()[0] == 2
-    for options in (["--memory", "0.5"], ["--page_size", "0"], ["--step_tokens", "-1"], ["--picture", "x.txt"], ["--text", "x"]):
+    for options in (["--memory", "0.5"], ["--page_size", "0"], ["--step_tokens", "-1"], ["--text", "x"]):
         status, _, errors = run(str(MODELS / "gemma-2b"), *options)
         assert status == 2 and options[0][2:] in errors
-    status, _, errors = run(str(MODELS / "gemma-2b"), "--memory", "1MB", "--picture", str(tmp_path / "x.svg"))
-    assert status == 2 and "nothing to draw" in errors
 
 
 def test_what_the_plan_says_is_what_the_runner_takes(tiny_folder: Path) -> None:
@@ -236,21 +233,3 @@ def test_as_many_sequences_as_it_says_do_fit_and_one_more_does_not(
             table.drop(end)
     if not windows:  # With windows a sequence may lie luckily on its pages; without there is nothing to be lucky about.
         assert num_pages - allocator.num_owned < layout.most_pages(num_tokens, step)
-
-
-@pytest.mark.parametrize("suffix", [".svg", ".png"])
-def test_the_picture(suffix: str, tmp_path: Path) -> None:
-    folder = MODELS / "gemma-3-1b"
-    draw(make_plan(PlanOptions(model=folder, memory=80 * 2**30, device="cuda")), tmp_path / f"plan{suffix}")
-    assert (tmp_path / f"plan{suffix}").stat().st_size > 5000
-
-
-def test_without_matplotlib_the_plan_is_printed_and_the_picture_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    folder, picture = MODELS / "gemma-3-1b", tmp_path / "plan.svg"
-    assert cli.main(["plan", str(folder), "--memory", "80GiB", "--picture", str(picture)]) == 2
-    printed = capsys.readouterr()
-    assert "sequences that fit" in printed.out and not picture.exists()
-    assert printed.err == f"onehead plan: picture {picture} is not written: {MISSING}\n"

@@ -36,7 +36,11 @@ def test_the_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) <= 150
 
 
-@pytest.mark.parametrize("page", RUN, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.nightly if "guides" in page.parts else ()) for page in RUN],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
 def test_the_commands_of_a_page_run(page: Path, reader: Reader) -> None:
     reader.take(page.stem)
     for block in BLOCKS[page]:

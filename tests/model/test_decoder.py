@@ -222,17 +222,6 @@ def test_cache_sizes(tiny_checkpoint: TinyCheckpoint) -> None:
         ModelRunner.load(tiny_checkpoint.folder, spec, EngineOptions("cpu", "float32", 1, 16, None, 900.0 * 2**40, 512, 64, 64))
 
 
-def test_the_limit_of_a_control_group_is_all_that_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = find_device("cpu")
-    machine = cpu.memory()[1]
-    monkeypatch.setattr("model.devices.cpu.memory.GROUP", tmp_path)
-    (tmp_path / "memory.current").write_text("1000\n")
-    (tmp_path / "memory.max").write_text("max\n")
-    assert cpu.memory()[1] >= machine
-    (tmp_path / "memory.max").write_text(f"{2**20}\n")
-    assert cpu.memory() == (2**20 - 1000, 2**20)
-
-
 @torch.inference_mode()
 def test_a_row_with_a_numerical_error_fails_alone_and_leaves_clean_pages(tmp_path: Path) -> None:
     untied = make_checkpoint(SHAPES[3], tmp_path)  # Its head is its own, so a broken embedding breaks one token alone.

@@ -60,7 +60,7 @@ def test_values_are_shown_as_they_are_typed(capsys: pytest.CaptureFixture[str]) 
         (["batch", "in.jsonl"], "onehead batch [OPTIONS] INPUT OUTPUT", "OUTPUT"),
         (["train"], "onehead train [OPTIONS] --output PATH", "--output"),
         (["compare"], "onehead compare [OPTIONS] --output PATH", "--output"),
-        (["convert", "--output", "x"], "onehead convert [OPTIONS] --model PATH --output PATH", "--model"),
+        (["convert", "--output", "x"], "onehead convert [OPTIONS] --model PATH", "--model"),
     ],
 )
 def test_what_is_missing_is_named(argv: list[str], usage: str, missing: str, capsys: pytest.CaptureFixture[str]) -> None:

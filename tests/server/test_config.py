@@ -185,7 +185,6 @@ WRONG = [
     ("plan x --step_tokens 65537", 2, "step_tokens: "),
     ("plan x --memory 0.5", 2, "memory: "),
     ("plan x --memory lots", 78, "memory: "),
-    ("plan x --picture x.txt", 2, "picture x.txt must be"),
     ("plan x --dtype float8", 78, "dtype: "),
     ("compare --output x --quick=yes", 2, "--quick"),
 ]

@@ -33,11 +33,11 @@ from hypothesis import strategies as st
 from hypothesis.errors import Flaky, Unsatisfiable
 from hypothesis.strategies import SearchStrategy
 
+from server.http.decisions.fields import DecisionBody, DecisionQuestion, SystemBody, SystemQuestion
+from server.http.llama_cpp.fields import InfillBody, LlamaCppCompletionBody
+from server.http.mistral.fim import FimBody
 from server.http.openai.chat_fields import ChatBody, TemplateBody
-from server.http.openai.decision_fields import DecisionBody, DecisionQuestion, SystemBody, SystemQuestion
 from server.http.openai.fields import CompletionBody
-from server.http.openai.fim import FimBody
-from server.http.openai.llama_cpp_fields import InfillBody, LlamaCppCompletionBody
 from server.http.tgi.fields import GenerateBody, Parameters
 from server.http.token_fields import DetokenizeBody, TokenizeBody
 from tests.support.bad_inputs import CHAT, COMPLETIONS, GENERATE, JSON, body_cases, choice_cases, document, post, prompt_cases, value_cases

@@ -32,7 +32,7 @@ from tests.support.tool_schemas import schemas
 
 PAGES = "70"
 """Fewer than AT_ONCE requests need, so that sequences are preempted."""
-PATIENT = ("--server.header_timeout", "600", "--server.body_timeout", "600")
+PATIENT = dict.fromkeys(("server.http.connection.HEAD_SECONDS", "server.http.connection.BODY_SECONDS"), 600.0)
 """On a busy machine this process may not get to send what it has begun for longer than servers wait by
 default, which close the connection then.
 """
@@ -62,7 +62,7 @@ def run(name: str, seeds: range, kills: int, kind: type[ToolRequests] = ToolRequ
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "server.log").open("w+") as log:
         path = make_tool_checkpoint(name, Path(folder))
         options = ("--cache.pages", PAGES, "--engine.max_running", "16")
-        server = ServerProcess(path, *options, *PATIENT, stderr=log)
+        server = ServerProcess(path, *options, constants=PATIENT, stderr=log)
         try:
             findings = asyncio.run(_findings(server, path, seeds, kills, kind))
             status = server.process.poll()

@@ -27,7 +27,7 @@ async def with_calls(generation: Generation, body: ChatBody, request: Request, c
     is_parallel = body.parallel_tool_calls is not False and not (named and named.function)
     text = None if source is None else (source.kind, source.text)
     plan = generation.texts.texts.calls.plan(request.prompt, body.calls, functions, is_parallel, text, request.stop_token_ids)
-    request = replace(request, reply=plan.reply, stop_token_ids=plan.stops, ignored=plan.ignored)
+    request = replace(request, parser=plan.parser, stop_token_ids=plan.stops, ignored=plan.ignored)
     if not plan.rules:
         return request
     compiled = await generation.texts.compiled(Source("calls", plan.rules, "tools"), client)

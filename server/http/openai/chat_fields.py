@@ -14,7 +14,7 @@ from server.http import fields
 from server.http.body import parse
 from server.http.fields import Body
 from server.http.openai.fields import GenerationBody
-from server.http.openai.llama_cpp_fields import ChatSlotFields, salt, switched_off
+from server.http.openai.slot_fields import ChatSlotFields, salt, switched_off
 from server.http.unknown_fields import quoted
 from server.text.calls.parser import Calls
 from server.text.conversation import ChatInput

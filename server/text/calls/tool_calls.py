@@ -2,15 +2,15 @@
 format. It knows no dialects, and compiles nothing: grammars are compiled by a job from their rules.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from server.protocol import Opening
-from server.text.calls.formats import WRAPPER, CallFormat, format_of, opening_of
+from server.text.calls.formats import WRAPPER, format_of, opening_of
 from server.text.calls.parser import Calls, ReplyParser, ends_in_thought
 from server.text.calls.rules import CallRules
 from server.text.codec import TextCodec
@@ -18,23 +18,12 @@ from server.text.conversation import names_tools
 
 
 @dataclass(frozen=True, slots=True)
-class ReplyForm:
-    """How the replies to one request are parsed into text, thoughts and calls."""
-
-    form: CallFormat
-    calls: Calls
-    in_thought: bool
-
-    def parser(self) -> ReplyParser:
-        """A parser of one reply."""
-        return ReplyParser(self.form, self.calls, self.in_thought)
-
-
-@dataclass(frozen=True, slots=True)
 class CallPlan:
-    """What a request needs for its calls. `reply`: None where all of the output is text."""
+    """What a request needs for its calls and thoughts. `parser`: makes the parser of one reply; None
+    where all of the output is text.
+    """
 
-    reply: ReplyForm | None
+    parser: Callable[[], ReplyParser] | None
     rules: str = ""
     """The source of the grammar (of the kind `calls`); empty: the output is free."""
     opening: Opening | None = None
@@ -49,16 +38,10 @@ class ToolCalls:
     """The tool calls of one checkpoint, which may have no format of its own for them."""
 
     def __init__(self, codec: TextCodec) -> None:
-        self._codec = codec
-
-    @cached_property
-    def form(self) -> CallFormat | None:
+        self.form = format_of(codec)
         """The format in which this model writes calls; None if it has none."""
-        return format_of(self._codec)
-
-    @cached_property
-    def _opening(self) -> Opening | None:
-        return None if self.form is None else opening_of(self.form, self._codec)
+        self._opening = None if self.form is None else opening_of(self.form, codec)
+        self._is_described = names_tools(codec.files.chat_template or "")
 
     def plan(
         self,
@@ -74,15 +57,14 @@ class ToolCalls:
         """
         form, is_open = self.form or WRAPPER, calls == "auto"
         if self.form is None and is_open:
-            told = names_tools(self._codec.files.chat_template or "")
-            return CallPlan(None, stops=stops, ignored=() if told else ("tools",))
+            return CallPlan(None, stops=stops, ignored=() if self._is_described else ("tools",))
         mode: Calls = "first" if is_open and text else calls
-        reply = ReplyForm(form, mode, ends_in_thought(form, prompt))
+        parser = partial(ReplyParser, form, mode, ends_in_thought(form, prompt))
         if calls == "none":
-            return CallPlan(reply if form.thought else None, stops=stops)
+            return CallPlan(parser if form.thought else None, stops=stops)
         rules = CallRules(form, functions, parallel, mode == "auto", text if is_open else None)
         written = msgspec.json.encode(rules).decode()
         ends = tuple(stop for stop in form.stops if isinstance(stop, int))
         # As stop strings do, those of the request end no output that is calls alone.
         stops = (*stops, *ends) if is_open else ends
-        return CallPlan(reply, written, self._opening if mode == "auto" else None, stops)
+        return CallPlan(parser, written, self._opening if mode == "auto" else None, stops)

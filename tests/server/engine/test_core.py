@@ -15,7 +15,7 @@ from tests.support.delayed import DelayedRunner
 from tests.support.hash_model import HashModel, one_group, oracle
 from tests.support.integrity import integrity
 
-SEEDS, MANY = 1200, 4000
+SEEDS, MANY = 400, 4000
 """Histories of every run of the tests, and of `-m slow`."""
 
 

@@ -15,7 +15,7 @@ from tests.server.engine.test_scheduler import History, run_histories
 from tests.support.hash_model import HashModel, one_group
 from tests.support.integrity import integrity
 
-SEEDS, MANY = 1500, 100_000
+SEEDS, MANY = 500, 100_000
 """Histories of every run of the tests, and of `-m slow`."""
 ALICE, BOB = Share("alice"), Share("bob")
 
@@ -71,7 +71,7 @@ def small_quantum(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("history", [ClientHistory, OverlappedClientHistory])
 def test_every_client_is_served_to_the_end_with_the_same_tokens(history: type[History]) -> None:
     seen = run_histories(range(SEEDS // 2), history)
-    assert seen["preempted for another client"] > 100 and seen["finished"] > 1000, seen
+    assert seen["preempted for another client"] > 30 and seen["finished"] > 300, seen
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from tests.server.engine.test_scheduler import History, run_histories
 from tests.support.block_index import BlockIndex
 from tests.support.hash_model import one_group
 
-SEEDS, MANY = 1000, 10_000
+SEEDS, MANY = 300, 10_000
 """Histories of every run of the tests, and of `-m slow`, of each kind."""
 FEW = 4
 """Messages that are kept: fewer than some routers lose."""
@@ -130,7 +130,7 @@ KINDS = "compared", "BlockStored", "BlockRemoved", "AllBlocksCleared", "predicte
 @pytest.mark.parametrize("kind", [History, OverlappedHistory])
 def test_routers_know_the_blocks_of_the_engine(kind: type[History], part: int) -> None:
     seen = run_histories(range(part, SEEDS, 2), watched(kind))
-    assert min(seen[name] for name in KINDS) > 200, seen
+    assert min(seen[name] for name in KINDS) > 50, seen
 
 
 @pytest.mark.slow

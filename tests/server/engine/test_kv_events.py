@@ -170,7 +170,7 @@ def test_a_subscriber_knows_the_blocks_at_random_moments_of_a_long_history(kind:
             history.step()
             publisher.publish()
             if rng.random() < 0.2:
-                dump = views.answer(Look(True, dump=True)).dump
+                dump = views.answer(Look(dump=True)).dump
                 assert dump is not None and subscriber.problems(dump) == []
                 moments, num_changed, blocks = moments + 1, num_changed + (blocks != set(dump["blocks"])), set(dump["blocks"])
     publisher._public.close()

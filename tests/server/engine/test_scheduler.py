@@ -15,7 +15,7 @@ from server.protocol import Guidance, Share
 from tests.support.hash_model import HashModel, Next, next_token, one_group, oracle
 from tests.support.integrity import integrity
 
-SEEDS, MANY = 2000, 10_000
+SEEDS, MANY = 600, 10_000
 """Histories of every run of the tests, and of `-m slow`."""
 KINDS = ("finished", "cancelled", "preempted", "never fits", "scored", "shared", "window passed", "waited for a mask")
 
@@ -278,7 +278,7 @@ def run_histories(seeds: range, make: Callable[[int], History]) -> Counter[str]:
 def test_every_admitted_request_ends_once_and_nothing_leaks(part: int) -> None:
     seen = run_histories(range(part, SEEDS, 4), History)
     # The histories are worth something only if the rare things happen in them often.
-    assert min(seen[kind] for kind in KINDS) > 60, seen
+    assert min(seen[kind] for kind in KINDS) > 15, seen
 
 
 @pytest.mark.slow

@@ -185,11 +185,11 @@ def test_tools_read_streams_as_events(document: dict[str, Any], embedded_server:
     schema = schemathesis.openapi.from_dict(document)
     asked: dict[str, dict[str, Any]] = {
         "/generate_stream": {"inputs": "def f", "parameters": {"max_new_tokens": 3}},
-        "/v1/completions": {"prompt": "def f", "max_tokens": 3, "stream": True, "resumable": True},
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "stream": True},
-        "/fim/completions": {"prompt": "def f", "suffix": "x", "max_tokens": 3, "stream": True},
-        "/completion": {"prompt": "def f", "n_predict": 3, "stream": True},
-        "/infill": {"input_prefix": "def f", "input_suffix": "x", "n_predict": 3, "stream": True},
+        "/v1/completions": {"prompt": "def f", "max_tokens": 3, "temperature": 0, "stream": True, "resumable": True},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "temperature": 0, "stream": True},
+        "/fim/completions": {"prompt": "def f", "suffix": "x", "max_tokens": 3, "temperature": 0, "stream": True},
+        "/completion": {"prompt": "def f", "n_predict": 3, "temperature": 0, "stream": True},
+        "/infill": {"input_prefix": "def f", "input_suffix": "x", "n_predict": 3, "temperature": 0, "stream": True},
     }
     for path, body in asked.items():
         with httpx.Client(base_url=f"http://127.0.0.1:{embedded_server.port}", timeout=60) as http:

@@ -14,11 +14,11 @@ import msgspec
 import pytest
 from pydantic import BaseModel
 
+from server.http.decisions.fields import DecisionBody, DecisionQuestion, SystemBody, SystemQuestion
+from server.http.llama_cpp.fields import InfillBody, LlamaCppCompletionBody
+from server.http.mistral.fim import FimBody
 from server.http.openai.chat_fields import ChatBody, TemplateBody
-from server.http.openai.decision_fields import DecisionBody, DecisionQuestion, SystemBody, SystemQuestion
 from server.http.openai.fields import CompletionBody
-from server.http.openai.fim import FimBody
-from server.http.openai.llama_cpp_fields import InfillBody, LlamaCppCompletionBody
 from server.http.tgi.fields import GenerateBody, Parameters
 from server.http.token_fields import DetokenizeBody, TokenizeBody
 from tests.conftest import CHAT_TEMPLATE

@@ -13,7 +13,7 @@ import pytest
 
 from server.config import ServerSection
 from server.generation import monitor as watching
-from server.http import monitor
+from server.http.page import monitor
 from tests.support.bad_inputs import KEY_HASHES, KEYS
 from tests.support.cache_client import CacheClient
 from tests.support.fake_engine import FakeEngine, Served, serve

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from server.config import ServerSection
-from server.http import ui
+from server.http.page import files as ui_files
 from tests.server.http.test_documentation import KEYED, PREFIX, door
 
 MAX_BYTES = 150_000
@@ -26,7 +26,7 @@ async def test_the_page_and_its_files_need_no_key(tokenizer_folder: Path) -> Non
         for url in re.findall(r'(?:src|href)="(ui/[^"]+)"', page.text):
             file = await http.get(f"/{url}")
             assert file.status_code == 200, url
-            assert file.headers["content-type"].partition(";")[0] == ui.TYPES[f".{url.rpartition('.')[2]}"]
+            assert file.headers["content-type"].partition(";")[0] == ui_files.TYPES[f".{url.rpartition('.')[2]}"]
         assert (await http.post("/", json={"inputs": "a"})).status_code == 401
         assert (await http.get("/openapi.json")).status_code == 401
 
@@ -108,9 +108,9 @@ async def test_it_can_be_turned_off(tokenizer_folder: Path) -> None:
 
 async def test_it_is_small(tokenizer_folder: Path) -> None:
     """All files together as a browser gets them, and the lines of what is ours."""
-    files = [path for path in ui.FOLDER.rglob("*") if path.suffix in ui.TYPES]
+    files = [path for path in ui_files.FOLDER.rglob("*") if path.suffix in ui_files.TYPES]
     async with door(tokenizer_folder) as (_, http):
-        answers = [await http.get(f"/ui/{path.relative_to(ui.FOLDER)}") for path in files]
+        answers = [await http.get(f"/ui/{path.relative_to(ui_files.FOLDER)}") for path in files]
     assert sum(int(answer.headers["content-length"]) for answer in answers) <= MAX_BYTES
     lines = [path.read_text().count("\n") for path in files if path.suffix in (".js", ".css") and "vendor" not in path.parts]
     assert sum(lines) <= 2500

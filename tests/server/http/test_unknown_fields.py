@@ -14,11 +14,11 @@ from pydantic import BaseModel
 from server.config import ServerSection
 from server.errors import InvalidRequest
 from server.http.body import check
+from server.http.decisions.fields import DecisionBody, SystemBody
+from server.http.llama_cpp.fields import InfillBody, LlamaCppCompletionBody
+from server.http.mistral.fim import FimBody
 from server.http.openai.chat_fields import ChatBody, TemplateBody
-from server.http.openai.decision_fields import DecisionBody, SystemBody
 from server.http.openai.fields import CompletionBody
-from server.http.openai.fim import FimBody
-from server.http.openai.llama_cpp_fields import InfillBody, LlamaCppCompletionBody
 from server.http.tgi.fields import GenerateBody
 from server.http.token_fields import DetokenizeBody, TokenizeBody
 from server.http.unknown_fields import MAX_TOLD, _within, header, level_of, nearest

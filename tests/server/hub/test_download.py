@@ -167,6 +167,7 @@ def test_weights_of_what_is_not_served_are_not_fetched(repository: Path, tmp_pat
     assert (Path(folder) / "model.safetensors").is_file() and not (Path(folder) / "pytorch_model.bin").exists()
 
 
+@pytest.mark.nightly
 def test_a_pickle_is_fetched_where_there_is_nothing_else_and_converted(repository: Path, tmp_path: Path) -> None:
     import torch
     from safetensors.torch import load_file

@@ -68,6 +68,7 @@ def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
     return {"type": kind}
 
 
+@pytest.mark.nightly
 def test_200_random_schemas_through_the_server(embedded_server: ServerProcess) -> None:
     def ask(seed: int) -> tuple[bool, bool]:
         schema = random_schema(random.Random(seed))

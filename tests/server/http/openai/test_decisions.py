@@ -13,9 +13,9 @@ import torch
 from server.errors import InvalidRequest
 from server.generation.stream import Piece
 from server.http.body import check
+from server.http.decisions.fields import DecisionBody, SystemBody
+from server.http.decisions.replies import Labels
 from server.http.openai.chat_fields import plain_messages
-from server.http.openai.decision_fields import DecisionBody, SystemBody
-from server.http.openai.decisions import Labels
 from tests.support.checkpoints import SHAPES, TinyCheckpoint, make_checkpoint
 from tests.support.processes import ServerProcess, metric_sums, wait_until
 

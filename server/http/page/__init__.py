@@ -1,0 +1,16 @@
+"""Pages for people: the playground at GET /, and the events of GET /monitor that its page map shows."""
+
+from server.http.handlers import Context
+from server.http.page.files import file_routes
+from server.http.page.monitor import MonitorRoutes
+from server.http.routes import Route
+
+BODIES = ()
+
+
+def routes(context: Context) -> list[Route]:
+    """The routes of this extension; none where server.ui is false."""
+    if not context.section.ui:
+        return []
+    monitor = MonitorRoutes(context.generation.client, context.section.keep_alive)
+    return [*file_routes(), *monitor.routes()]
