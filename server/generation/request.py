@@ -4,15 +4,14 @@ Plain data; knows no engine.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import msgspec
 
 from server import protocol
-from server.text.call_formats import CallFormat
-from server.text.reply_parser import Calls
+from server.text.calls.parser import ReplyParser
 
 _decode_scores = msgspec.msgpack.Decoder(list[protocol.PromptScore]).decode
 
@@ -40,13 +39,10 @@ class Request:
     grammar: str = ""
     opening: protocol.Opening | None = None
     """What the grammar's part of the output follows; None: it is that of the whole output."""
-    form: CallFormat | None = None
-    """How the model writes thoughts and calls, which are taken out of the text; None: all of the output is text."""
-    calls: Calls = "none"
+    parser: Callable[[], ReplyParser] | None = None
+    """Makes what takes thoughts and calls out of one output; None: all of it is text."""
     ignored: Sequence[str] = ()
     """Parts of the body that are not followed, which the response tells."""
-    in_thought: bool = False
-    """Whether the prompt has begun a thought."""
     healed: str = ""
     priority: int = 0
     timeout_s: float | None = None

@@ -23,8 +23,8 @@ from server.generation.arrivals import Wake, Write
 from server.generation.engine_client import EngineClient
 from server.generation.request import Choice, Request
 from server.supervision.journal import SequenceEvent
+from server.text.calls.parser import CallDelta, Parsed
 from server.text.codec import Detokenizer, StopStrings, TextCodec
-from server.text.reply_parser import CallDelta, Parsed, ReplyParser
 
 log = logging.getLogger("onehead.api")
 
@@ -52,7 +52,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     finish: str | None = None
     stop: str | int | None = None
     thought: str = ""
-    """What it adds to a thought, and `calls` to calls of tools, where the model's format for them is known (Request.form)."""
+    """What it adds to a thought, and `calls` to calls of tools, where the model's format for them is known (Request.parser)."""
     calls: tuple[CallDelta, ...] = ()
 
 
@@ -67,8 +67,7 @@ class ChoiceDetokenizer:
         self._stops = StopStrings(choice.request.stop_strings, choice.request.keep_stop)
         self._healed = choice.request.healed
         """The part of the removed end of the prompt (token healing) that is still to be generated again; it is not part of the output."""
-        form = choice.request.form
-        self._parser = None if form is None else ReplyParser(form, choice.request.calls, choice.request.in_thought)
+        self._parser = (make := choice.request.parser) and make()
 
     def piece(self, token: protocol.Token) -> Piece:
         """The piece of a token. A stop string may set `finish` before the engine does."""

@@ -53,7 +53,7 @@ class TokenRoutes:
             known = self.generation.texts
             exchange = exchange_of(http)
             exchange.ignored = [*exchange.ignored, *body.fit(known.variables)]
-            ids = await convert(EncodeChat(body.chat_input(known.texts.calls is not None)))
+            ids = await convert(EncodeChat(body.chat_input(known.texts.calls.form is not None)))
             if body.add_special_tokens and ids[:1] != codec.opening[:1]:
                 ids = codec.opening + ids
         elif body.content is not None:

@@ -16,7 +16,8 @@ from msgspec.structs import replace
 
 from server import guidance
 from server.text import json_schema
-from server.text.call_grammar import CallRules, Compiled
+from server.text.calls.arguments import Unsatisfiable
+from server.text.calls.rules import CallRules, Compiled
 
 TRIED_PATHS = 4
 TRIED_TOKENS = 16
@@ -43,32 +44,34 @@ class GrammarCompiler:
 
     def _calls(self, rules: CallRules, tokenizer: LLTokenizer) -> Compiled:
         """The grammar of calls. A function whose schema cannot be followed at all takes any object."""
-        compiled = self._written(rules)
-        problem = _check(compiled.grammar, tokenizer)
+        compiled, problem = _tried(rules, tokenizer)
         if problem is None:
             return compiled
         functions, refused = [], []
         for name, schema in rules.functions:
-            alone = replace(rules, functions=[(name, schema)], text=None)
-            if _check(self._written(alone).grammar, tokenizer) is None:
-                functions.append((name, schema))
-            else:
-                functions.append((name, {"type": "object"}))
+            if _tried(replace(rules, functions=[(name, schema)], text=None), tokenizer)[1]:
+                schema = {"type": "object"}
                 refused.append(name)
-        compiled = self._written(replace(rules, functions=functions))
-        if not refused or _check(compiled.grammar, tokenizer) is not None:
+            functions.append((name, schema))
+        compiled, remaining = _tried(replace(rules, functions=functions), tokenizer)
+        if not refused or remaining is not None:
             raise ValueError(problem)
         return replace(compiled, relaxed=compiled.relaxed + refused)
 
-    def _written(self, rules: CallRules) -> Compiled:
-        relaxed: list[str] = []
+
+def _tried(rules: CallRules, tokenizer: LLTokenizer) -> tuple[Compiled, str | None]:
+    """The grammar of calls, and its problem as `_check` words it."""
+    relaxed: list[str] = []
+    try:
         grammar = LLMatcher.grammar_from_lark(rules.lark(relaxed))
-        if rules.text:
-            text = _grammar(*rules.text)
-            named = json.loads(text)["grammars"][0] if text[0] == "{" else {"lark_grammar": text}
-            calls = {"lark_grammar": grammar}
-            grammar = json.dumps({"grammars": [calls, named | {"name": "text"}]})
-        return Compiled(grammar, [*dict.fromkeys(relaxed)])
+    except (Unsatisfiable, RecursionError):
+        return Compiled(""), "cannot be satisfied by anything, or is nested too deeply"
+    if rules.text:
+        text = _grammar(*rules.text)
+        named = json.loads(text)["grammars"][0] if text[0] == "{" else {"lark_grammar": text}
+        calls = {"lark_grammar": grammar}
+        grammar = json.dumps({"grammars": [calls, named | {"name": "text"}]})
+    return Compiled(grammar, [*dict.fromkeys(relaxed)]), _check(grammar, tokenizer)
 
 
 def _grammar(kind: str, text: str) -> str:

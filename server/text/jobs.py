@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 
 from server.errors import InvalidRequest
-from server.protocol import Opening
-from server.text.call_formats import CallFormat, format_of, opening_of
-from server.text.call_grammar import Compiled
+from server.text.calls.rules import Compiled
+from server.text.calls.tool_calls import ToolCalls
 from server.text.chat_template import ChatTemplate
 from server.text.codec import TextCodec
 from server.text.conversation import ChatInput
@@ -33,10 +32,9 @@ class Texts:
         self._end_token_ids = end_token_ids
 
     @cached_property
-    def calls(self) -> tuple[CallFormat, Opening] | None:
-        """The format in which this model writes calls of tools, and what they begin with; None if it has none."""
-        form = format_of(self.codec)
-        return None if form is None else (form, opening_of(form, self.codec))
+    def calls(self) -> ToolCalls:
+        """How this model calls tools."""
+        return ToolCalls(self.codec)
 
     @cached_property
     def compiler(self) -> "GrammarCompiler":

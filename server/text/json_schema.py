@@ -12,7 +12,8 @@ import json
 import math
 import re
 from collections.abc import Callable
-from decimal import Decimal
+from functools import lru_cache
+from types import UnionType
 from typing import Any
 from urllib.parse import unquote
 
@@ -22,22 +23,24 @@ MAX_MULTIPLE = 1000
 """Largest multipleOf without its decimal point (0.25 counts as 25): the lexer has a state for each
 remainder."""
 MAX_BRANCHES = 64
-"""Largest number of branches of a oneOf: each pair of them is compared."""
+"""Most branches of a oneOf: each pair of them is compared."""
 MAX_ANY_DEPTH = 8
 """Levels of arrays and objects in a value that has no schema."""
-GUIDANCE: Any = {"whitespace_flexible": False, "json_allowed_escapes": 'nrbtf\\"'}
+GUIDANCE: Any = {
+    "whitespace_flexible": False,
+    "json_allowed_escapes": 'nrbtf\\"',
+    "coerce_one_of": True,
+}
 """llguidance's options: models may write flexible whitespace without end; a key with \\u would not be
-compared with declared ones."""
+compared with declared ones; which branches of a oneOf have values in common is checked here."""
 EXACT = 2**53
 """llguidance reads numbers as floats, which represent integers exactly only below this."""
 MAX_INTEGER = 9 * 10**18
 """Largest integer of a schema without bounds: it has 64 bits."""
-_LENIENT: Any = {"lenient": True}
 _EXACT = (
     *("const", "enum", "minimum", "maximum"),
     *("exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 )
-_INNER = ("items", "prefixItems", "additionalItems", "additionalProperties")
 _IN_PLACE = ("allOf", "anyOf", "oneOf")
 _FORMATS = ("duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 _YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
@@ -51,114 +54,52 @@ _TIME = (
 _PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
 """Formats as regular expressions: llguidance's own allow 29 February in any year and a leap second in
 any minute."""
-_DIGITS = "-0123456789"
-_BEGINNINGS = {
-    "null": "n",
-    "boolean": "tf",
-    "integer": _DIGITS,
-    "number": _DIGITS,
-    "string": '"',
-    "array": "[",
-    "object": "{",
-}
-"""Type -> the first characters of its values in JSON."""
-
 Node = dict[str, Any]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-_SHAPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    key: (words, fits)
-    for keys, words, fits in (
-        (
-            "type",
-            f"one of {', '.join(_BEGINNINGS)}, or a list of these",
-            lambda value: (
-                bool(value)
-                and all(isinstance(name, str) and name in _BEGINNINGS for name in (value if isinstance(value, list) else [value]))
-            ),
-        ),
-        ("const", "a value", lambda value: True),
-        ("enum allOf anyOf oneOf", "a list with items", lambda v: isinstance(v, list) and bool(v)),
-        ("prefixItems", "a list", lambda value: isinstance(value, list)),
-        ("items", "a schema", lambda value: isinstance(value, dict | bool | list)),
-        (
-            "additionalProperties additionalItems",
-            "a schema",
-            lambda value: isinstance(value, dict | bool),
-        ),
-        ("properties patternProperties", "an object", lambda value: isinstance(value, dict)),
-        (
-            "required",
-            "a list of names",
-            lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v),
-        ),
-        ("$ref pattern format", "a text", lambda value: isinstance(value, str)),
-        ("minimum maximum multipleOf", "a number", _is_number),
-        (
-            "exclusiveMinimum exclusiveMaximum",
-            "a number",
-            lambda value: isinstance(value, bool) or _is_number(value),
-        ),
-        (
-            "minLength maxLength minItems maxItems minProperties maxProperties",
-            "an integer of at least 0",
-            lambda value: _is_number(value) and value >= 0 and value % 1 == 0,
-        ),
-    )
-    for key in keys.split()
+_SCHEMAS: dict[str, type | UnionType] = {
+    "properties": dict,
+    "patternProperties": dict,
+    "items": dict | bool | list,
+    "prefixItems": list,
+    "additionalItems": dict | bool,
+    "additionalProperties": dict | bool,
+    **dict.fromkeys(_IN_PLACE, list),
 }
-"""The keywords that are followed -> their values in words, and whether a value is one."""
-_UNFOLLOWED = {
-    "not",
-    "if",
-    "uniqueItems",
-    "contains",
-    "propertyNames",
-    "dependentRequired",
-    "dependentSchemas",
-    "dependencies",
-    "unevaluatedProperties",
-    "unevaluatedItems",
-    "$dynamicRef",
-    "$recursiveRef",
+"""Keywords with schemas in their values -> the types of these values."""
+_FOLLOWED = {
+    *_SCHEMAS,
+    *_EXACT,
+    *("$ref", "type", "required", "pattern", "format", "minLength", "maxLength"),
+    *("minItems", "maxItems", "minProperties", "maxProperties"),
 }
-"""The standard's other assertions; all other keywords are annotations."""
-_NAMES = ("#/$defs/number", f"#/$defs/any{MAX_ANY_DEPTH}", "#/$defs/integer")
-_SCALARS: list[Node] = [{"$ref": _NAMES[0]}, {"type": ["null", "boolean", "string"]}]
-_SHARED: dict[str, Node] = {
+"""The keywords that are followed. llguidance tells which others assert something."""
+_OVERLAP = (
+    "one value could satisfy two branches; use anyOf, or give each branch a property with its own const;"
+    f" at most {MAX_BRANCHES} branches are supported"
+)
+_COUNT = "minProperties or maxProperties need all properties to be required, and names not to repeat"
+NUMBERS: list[Node] = [
+    {
+        "type": "number",
+        "multipleOf": 10.0**-places,
+        "exclusiveMinimum": -(10 ** (16 - places)),
+        "exclusiveMaximum": 10 ** (16 - places),
+    }
+    for places in (0, 3, 6, 10)
+]
+_SCALARS: list[Node] = [{"$ref": "#/$defs/number"}, {"type": ["null", "boolean", "string"]}]
+SHARED: dict[str, Node] = {
     "integer": {"type": "integer", "minimum": -MAX_INTEGER, "maximum": MAX_INTEGER},
-    "number": {
-        "anyOf": [
-            {
-                "type": "number",
-                "multipleOf": 10.0**-places,
-                "exclusiveMinimum": -(10 ** (16 - places)),
-                "exclusiveMaximum": 10 ** (16 - places),
-            }
-            for places in (0, 3, 6, 10)
-        ]
-    },
+    "number": {"type": "number", "anyOf": NUMBERS},
     "any0": {"anyOf": _SCALARS},
 }
-for _depth in range(MAX_ANY_DEPTH):
-    _inner = {"$ref": f"#/$defs/any{_depth}"}
-    _SHARED[f"any{_depth + 1}"] = {
-        "anyOf": [
-            *_SCALARS,
-            {"type": "array", "items": _inner},
-            {"type": "object", "additionalProperties": _inner},
-        ]
-    }
 """Schemas of numbers with at most 16 digits, and of any value. llguidance's own let a model write
 digits, and open arrays, without end; a multipleOf is what bounds the digits after a point."""
-
-
-ANYTHING: Node = {"$ref": _NAMES[1], "$defs": _SHARED}
-"""The schema of a value of any kind."""
+for _depth in range(MAX_ANY_DEPTH):
+    _inner = {"$ref": f"#/$defs/any{_depth}"}
+    _levels = [{"type": "array", "items": _inner}, {"type": "object", "additionalProperties": _inner}]
+    SHARED[f"any{_depth + 1}"] = {"anyOf": [*_SCALARS, *_levels]}
+ANY: Node = {"$ref": f"#/$defs/any{MAX_ANY_DEPTH}"}
+"""The schema of a value of any kind, with the definitions of SHARED."""
 
 
 class SchemaError(ValueError):
@@ -191,20 +132,23 @@ def parse(text: str) -> Any:
 
 def problem(schema: Any) -> str:
     """What llguidance says against a schema; empty if there are values that satisfy it."""
-    text, lenient = json.dumps(schema), _LENIENT
-    return LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text, overrides=lenient))
+    return _problem(json.dumps(schema))
 
 
-def prepare(schema: Any, cannot: Cannot = refuse, is_json: bool = True) -> Node:
-    """The schema for llguidance. `is_json`: values are written as JSON, so numbers and values of
-    any kind get their bounds here. Raises SchemaError.
-    """
+@lru_cache(256)
+def _problem(text: str, lenient: bool = False) -> str:
+    options: Any = {"lenient": lenient, "coerce_one_of": True}
+    return LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text, overrides=options))
+
+
+def prepare(schema: Any, cannot: Cannot = refuse, formats: bool = True) -> Node:
+    """The schema for llguidance. `formats`: they are enforced, where they are known. Raises SchemaError."""
     if not isinstance(schema, dict):
         raise SchemaError("must be a JSON schema, which is an object")
-    return _SchemaRewriter(schema, cannot, is_json).run()
+    return _SchemaRewriter(schema, cannot, formats).run()
 
 
-def target(root: Node, reference: str) -> Any:
+def _target(root: Node, reference: str) -> Any:
     """The schema that a `$ref` names. Raises LookupError, TypeError or ValueError if there is none."""
     node: Any = root
     names = [unquote(name) for name in reference.split("/")]
@@ -217,20 +161,19 @@ def target(root: Node, reference: str) -> Any:
 
 
 class _SchemaRewriter:
-    def __init__(self, root: Node, cannot: Cannot, is_json: bool) -> None:
+    def __init__(self, root: Node, cannot: Cannot, formats: bool) -> None:
         self._root = root
         self._cannot = cannot
-        self._any: Node = {"$ref": _NAMES[1]} if is_json else {}
-        self._is_json = is_json
+        self._formats = formats
         self._definitions: dict[tuple[str, bool], str] = {}
         """Reference, and whether its schema is combined with others -> the definition's name."""
         self._written: Node = {}
-        self._known_forms: dict[int, set[str]] = {}
 
     def run(self) -> Node:
         prepared = self._schema(self._root, "#", True)
-        if any(name in json.dumps([prepared, self._written]) for name in _NAMES):
-            self._written |= _SHARED
+        text = json.dumps([prepared, self._written])
+        if any(f'"#/$defs/{name}"' in text for name in SHARED):
+            self._written |= SHARED
         return prepared | ({"$defs": self._written} if self._written else {})  # type: ignore[no-any-return]
 
     def _schema(self, node: Any, at: str, alone: bool) -> Any:
@@ -238,25 +181,25 @@ class _SchemaRewriter:
         if not isinstance(node, dict):
             if not isinstance(node, bool):
                 self._cannot(at, node, "a schema is an object, true or false")
-            return False if node is False else self._any
+            return False if node is False else ANY
         node = self._followed(node, at)
         if not node:
-            return self._any
+            return ANY
         applicators = len(node.get("allOf", ())) + len(node.keys() & {"anyOf", "oneOf", "$ref", "properties"})
         alone = alone and applicators <= 1
         prepared: Node = {}
         for key, value in node.items():
             if (item := self._value(key, value, f"{at}/{key}", alone)) is not None:
                 prepared[key] = item
-        besides = [{"anyOf": prepared.pop("oneOf")}] if "oneOf" in prepared else []
-        if (name := prepared.pop("format", None)) in _FORMATS:
+        name = prepared.pop("format", None)
+        name = name if self._formats else None
+        if name in _FORMATS:
             prepared["format"] = name
         elif name in _PATTERNS:
-            besides.append({"pattern": _PATTERNS[name]})
+            _combine(prepared, {"pattern": _PATTERNS[name]})
         self._finish_object(prepared, at, alone)
-        if self._is_json:
-            besides += self._bounds(prepared, alone and not node.keys() & {*_IN_PLACE, "$ref"})
-        return prepared | ({"allOf": prepared.get("allOf", []) + besides} if besides else {})
+        _bound(prepared, at, alone and not node.keys() & {*_IN_PLACE, "$ref"})
+        return prepared or ANY
 
     def _followed(self, node: Node, at: str) -> Node:
         """The keywords of a schema that can be followed."""
@@ -265,47 +208,68 @@ class _SchemaRewriter:
             self._cannot(f"{at}/$id", node["$id"], "only the whole schema may have one")
         node = _as_others(node)
         for key, value in node.items():
-            if _says_nothing(key, value):
+            if _says_nothing(key, value, node):
                 continue
-            if why := _why_not(key, value, node):
+            if why := _why_not(key, value):
                 self._cannot(f"{at}/{key}", value, why)
-            elif key in _SHAPES:
-                kept[key] = int(value) if _SHAPES[key][0].startswith("an integer") else value
+            elif key in _FOLLOWED:
+                kept[key] = value
         if kept and not isinstance(kept.get("items"), list):
             kept.pop("additionalItems", None)  # It has no meaning then, and hides prefixItems.
-        if "pattern" in kept and problem({"type": "string", "pattern": kept["pattern"]}):
-            why = "it is no regular expression that can be followed: no look-around, no \\1"
-            self._cannot(f"{at}/pattern", kept.pop("pattern"), why)
+        if "const" in kept:
+            const = kept.pop("const")
+            kept["enum"] = [item for item in kept.get("enum", [const]) if item == const]
         return kept
 
     def _value(self, key: str, value: Any, at: str, alone: bool) -> Any:
         """The prepared value of a keyword; None where it is left out."""
-        if key in ("properties", "patternProperties"):
-            return {name: self._schema(item, f"{at}/{_escaped(name)}", True) for name, item in value.items()}
         if key == "$ref":
             return self._reference(value, at, alone)
-        if key not in _INNER + _IN_PLACE:
+        if key not in _SCHEMAS:
             return value
-        if key in _INNER:
+        if key not in _IN_PLACE:
             if not alone and value in (True, {}):
                 return True
             alone = True
+        if key in ("properties", "patternProperties"):
+            return {name: self._schema(item, f"{at}/{_escaped(name)}", True) for name, item in value.items()}
         if not isinstance(value, list):
             return self._schema(value, at, alone)
-        if key == "oneOf" and (name := self._discriminator(value, at)):
-            value = [self._resolved(item) for item in value]
-            value = [item | {"required": [*item.get("required", ()), name]} if item else item for item in value]
+        value = self._exclusive(value, at) if key == "oneOf" else value
         branches = [self._schema(item, f"{at}/{i}", alone) for i, item in enumerate(value)]
         if key == "allOf":
-            return [branch for branch in branches if branch != self._any] or None
+            return [branch for branch in branches if branch != ANY] or None
         return branches
+
+    def _exclusive(self, branches: list[Any], at: str) -> list[Any]:
+        """The branches of a oneOf, where tags are required. They must have no value in common."""
+        document = {name: item for name, item in self._root.items() if name not in _FOLLOWED}
+        tagged = [self._tagged(branch) for branch in branches]
+        overlap = len(branches) > MAX_BRANCHES
+        for i in range(0 if overlap else len(branches)):
+            both = [tagged[i], {"anyOf": branches[:i] + branches[i + 1 :]}]
+            overlap |= not _problem(json.dumps(document | {"allOf": both}), lenient=True).startswith("Unsatisfiable")
+        if overlap:
+            self._cannot(at, branches, _OVERLAP)
+        return tagged
+
+    def _tagged(self, node: Any) -> Any:
+        """A branch of a oneOf, where properties with a const are required: they tell branches apart."""
+        found = node
+        try:
+            for _ in range(64):
+                found = _target(self._root, found["$ref"]) if "$ref" in found else found
+            tags = [name for name, item in found["properties"].items() if "const" in item]
+            return found | {"required": [*found.get("required", ()), *tags]} if tags else node
+        except (AttributeError, LookupError, TypeError, ValueError):
+            return node
 
     def _reference(self, reference: str, at: str, alone: bool) -> str | None:
         """The new name of a reference's target; None if there is none."""
         key = unquote(reference), alone
         if key not in self._definitions:
             try:
-                node = target(self._root, reference)
+                node = _target(self._root, reference)
             except (LookupError, TypeError, ValueError):
                 why = "no schema of its own has this place; nothing is fetched, so give it whole"
                 # Messages do not repeat addresses of other documents, which may be paths of this machine.
@@ -320,155 +284,101 @@ class _SchemaRewriter:
         """Closes an object, and checks the keywords about its properties together."""
         required = prepared.get("required", [])
         if "properties" in prepared:
-            if not {"type", "const", "enum"} & prepared.keys():
+            if not {"type", "enum"} & prepared.keys():
                 prepared["type"] = "object"
             if alone and "additionalProperties" not in prepared:
-                names = {name: True for name in required if name not in prepared["properties"]}
-                prepared["properties"] |= {name: self._any for name in names}
+                others = [name for name in required if name not in prepared["properties"]]
+                prepared["properties"] |= dict.fromkeys(others, ANY)
                 prepared["additionalProperties"] = False
-        patterns = prepared.get("patternProperties", {})
-        if problem({"type": "object", "patternProperties": dict.fromkeys(patterns, True)}):
+        patterns = dict.fromkeys(prepared.get("patternProperties", ()), True)
+        if problem({"type": "object", "patternProperties": patterns}):
             why = "its regular expressions overlap, or cannot be followed"
             self._cannot(f"{at}/patternProperties", prepared.pop("patternProperties"), why)
-            if "additionalProperties" in prepared:
+            if prepared.pop("additionalProperties", True) is not True:
                 self._cannot(f"{at}/additionalProperties", False, why)
-            prepared["additionalProperties"] = {"anyOf": [*patterns.values()]}
+        is_open = prepared.get("additionalProperties") is not False or patterns
+        names = {"properties": dict.fromkeys(prepared.get("properties", ()), True), "required": required}
         for key in prepared.keys() & {"minProperties", "maxProperties"}:
-            if why := _why_not_counted(key, prepared):
-                self._cannot(f"{at}/{key}", prepared.pop(key), why)
+            counted = {"type": "object", key: prepared[key], "additionalProperties": bool(is_open)} | names
+            if problem(counted) or (is_open and key == "minProperties" and prepared[key] > len({*required}) + 1):
+                self._cannot(f"{at}/{key}", prepared.pop(key), _COUNT)
 
-    def _bounds(self, prepared: Node, alone: bool) -> list[Node]:
-        """Bounds what could be written without end: numbers, and values of any kind. Returns schemas
-        to be combined with this one.
-        """
-        if prepared.keys() & {"const", "enum"}:
-            return []
+
+def _combine(prepared: Node, other: Node) -> None:
+    """Makes values satisfy another schema too."""
+    if prepared.keys().isdisjoint(other):
+        prepared |= other
+    else:
+        prepared["allOf"] = [*prepared.get("allOf", ()), other]
+
+
+def _bound(prepared: Node, at: str, alone: bool) -> None:
+    """Bounds what could be written without end: numbers, and values of any kind."""
+    if "enum" in prepared:
+        return
+    if alone and "type" not in prepared:
         about = {"array": {"items", "prefixItems"}, "object": {"patternProperties", "additionalProperties"}}
-        if alone and "type" not in prepared:
-            prepared |= {"type": [k for k, keys in about.items() if keys & prepared.keys()]}
-        names = {*([given] if isinstance(given := prepared.pop("type", []), str) else given)}
-        if not names:
-            return [self._any] if alone else []
-        prepared["type"] = given
-        if alone and "object" in names:
-            prepared.setdefault("additionalProperties", self._any)
-        if alone and "array" in names and not isinstance(prepared.get("items"), list):
-            prepared.setdefault("items", self._any)
-        return _bounded_digits(prepared, names) if names & {"number", "integer"} else []
-
-    def _resolved(self, node: Any) -> Node:
-        """Follows a chain of references to a schema; an empty one for true and false."""
-        for _ in range(64):
-            if isinstance(node, dict) and "$ref" in node:
-                node = target(self._root, node["$ref"])
-        return node if isinstance(node, dict) else {}
-
-    def _discriminator(self, nodes: list[Any], at: str) -> str:
-        """The property whose values tell the object branches of a oneOf apart; empty if the branches
-        differ in type, or a value could satisfy two branches."""
-        if len(nodes) > MAX_BRANCHES:
-            why = f"at most {MAX_BRANCHES} branches are supported; use anyOf"
-            self._cannot(at, len(nodes), why)
-            return ""
-        try:
-            key, overlap = self._compared(nodes)
-        except (AttributeError, LookupError, TypeError, ValueError):
-            key, overlap = "", True
-        if overlap:
-            why = "one value could satisfy two branches; use anyOf, or give each branch a property with its own const"
-            self._cannot(at, nodes, why)
-        return key
-
-    def _compared(self, nodes: list[Any]) -> tuple[str, bool]:
-        forms = [self._forms(node) for node in nodes]
-        objects = [self._resolved(node).get("properties", {}) for node, form in zip(nodes, forms, strict=True) if form == {"{"}]
-        key = ""
-        if len(objects) > 1:
-            key = next(
-                (name for name in objects[0] if not _overlap([self._forms(properties.get(name)) for properties in objects])),
-                "",
-            )
-        others = [form for form in forms if form != {"{"} or not key]
-        return key, _overlap(others + [{"{"}] * bool(key))
-
-    def _forms(self, node: Any) -> set[str]:
-        """The forms of a schema, by which `_overlap` compares it with others: the JSON text and ";" of
-        each value that const or enum lists; for any other schema the first characters that the JSON of
-        its values can have. Cached.
-        """
-        if id(node) not in self._known_forms:
-            self._known_forms[id(node)] = _written_forms(self._resolved(node))
-        return self._known_forms[id(node)]
+        if types := [kind for kind, keys in about.items() if keys & prepared.keys()]:
+            prepared["type"] = types
+        else:
+            _combine(prepared, ANY)
+    given = prepared.get("type", [])
+    types = [given] if isinstance(given, str) else given
+    if alone and "object" in types:
+        prepared.setdefault("additionalProperties", ANY)
+    if alone and "array" in types and not isinstance(prepared.get("items"), list):
+        prepared.setdefault("items", ANY)
+    others = [kind for kind in types if kind not in ("number", "integer")]
+    if others and others != types:
+        number = prepared | {"type": [kind for kind in types if kind not in others]}
+        branches = [number, prepared | {"type": others}]
+        _bound_digits(number)
+        prepared.clear()
+        prepared["anyOf"] = [branch | {"$comment": at} for branch in branches]
+    elif types and not others:
+        _bound_digits(prepared)
 
 
-def number(bounds: Node) -> Node:
-    """The schema of a number or an integer with these keywords, whose values have few digits."""
-    prepared = dict(bounds)
-    besides = _bounded_digits(prepared, {prepared["type"]})
-    return prepared | ({"allOf": besides, "$defs": _SHARED} if besides else {})
-
-
-def _bounded_digits(prepared: Node, names: set[str]) -> list[Node]:
+def _bound_digits(prepared: Node) -> None:
+    """Bounds numbers, the only values of a schema."""
+    kind = prepared["type"] = "number" if "number" in prepared["type"] else "integer"
     low, high = (
         [prepared[key] for key in keys if _is_number(prepared.get(key))]
         for keys in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
     )
-    if "number" in names and "multipleOf" not in prepared:
-        if low and high and max(low) + 1e-9 > min(high):
-            return []  # Between them there may be no number of few digits.
-        others = sorted(names - {"number", "integer"})
-        bounded = {"$ref": _NAMES[0]}
-        return [{"anyOf": [bounded, {"type": others}]} if others else bounded]
-    if not low and not high and names == {"integer"} and prepared.keys() <= {"type"}:
-        del prepared["type"]  # All such properties share one rule of the grammar, whose size is bounded.
-        return [{"$ref": "#/$defs/integer"}]
-    if not low:
-        prepared["minimum"] = -MAX_INTEGER
-    if not high:
-        prepared["maximum"] = MAX_INTEGER
-    return []
+    if len(prepared) == 1:
+        # All such properties share one rule of the grammar, whose size is bounded.
+        prepared["$ref"] = f"#/$defs/{prepared.pop('type')}"
+    elif kind == "number" and "multipleOf" not in prepared:
+        if not (low and high and max(low) + 1e-9 > min(high)):  # Else there may be none of few digits.
+            _combine(prepared, {"anyOf": NUMBERS})
+    else:
+        if not low:
+            prepared["minimum"] = -MAX_INTEGER
+        if not high:
+            prepared["maximum"] = MAX_INTEGER
 
 
 def _escaped(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 
-def _zero(text: str) -> float:
-    """A float with -0.0 as 0.0."""
-    return float(text) + 0.0
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _written_forms(node: Node) -> set[str]:
-    """The forms (see `_forms`) of a schema that is not a reference."""
-    if {"const", "enum"} & node.keys():
-        listed = json.dumps(node.get("enum", [node.get("const")]))
-        values = json.loads(listed, parse_int=_zero, parse_float=_zero)
-        return {json.dumps(value, sort_keys=True) + ";" for value in values}
-    types = node.get("type", [*_BEGINNINGS])
-    names = [types] if isinstance(types, str) else types
-    return {*"".join(_BEGINNINGS[kind] for kind in names)}
-
-
-def _overlap(values: list[set[str]]) -> bool:
-    """Whether two of the schemas with these forms may have a value in common."""
-    seen: set[str] = set()
-    """The forms of earlier schemas, and "?c" where one of their listed values begins with c."""
-    for forms in values:
-        if any(form in seen or form[0] in seen or f"?{form}" in seen for form in forms):
-            return True
-        seen |= forms | {f"?{form[0]}" for form in forms if form[1:]}
-    return False
-
-
-def _why_not(key: str, value: Any, node: Node) -> str:
-    """Why a keyword cannot be followed; empty if it can, or asserts nothing."""
-    if key in _UNFOLLOWED:
-        return "it cannot be followed; leave it out" if _asserts(key, value, node) else ""
-    if key not in _SHAPES:
+def _why_not(key: str, value: Any) -> str:
+    """Why a keyword cannot be followed; empty if it can, or is an annotation."""
+    if key == "x-guidance":  # It would set llguidance's options.
         return ""
-    words, fits = _SHAPES[key]
-    if not fits(value):
-        return f"it must be {words}"
+    if key in _SCHEMAS:
+        fits = isinstance(value, _SCHEMAS[key]) and (key not in _IN_PLACE or value)
+        return "" if fits else "it is not of the standard's form"
+    if key in ("$ref", "format"):
+        return "" if isinstance(value, str) else "it must be a text"
+    if said := problem({key: value}):
+        said = said if key in _FOLLOWED else "it cannot be followed; leave it out"
+        return ascii(said.partition("\n")[0][:80])[1:-1]
     if key not in _EXACT:
         return ""
     text, numbers = json.dumps(value, ensure_ascii=False), list[str]()
@@ -477,42 +387,35 @@ def _why_not(key: str, value: Any, node: Node) -> str:
         return f"numbers from {EXACT} on are not exact; use a text, or leave the bound out"
     if re.search(r"(?<!\\)(?:\\\\)*\\u00|\x7f", text):
         return "it holds a control character, which cannot be generated"
-    return _why_not_multiple(abs(value)) if key == "multipleOf" else ""
+    return _why_not_multiple(value) if key == "multipleOf" else ""
 
 
 def _why_not_multiple(multiple: float) -> str:
-    scaled, digits = float(multiple), 0
-    while scaled % 1:
-        scaled, digits = scaled * 10, digits + 1
-    # llguidance computes the digits in this way; if that gives another number than the given one, it
-    # would enforce the other.
-    exact = Decimal(scaled) == Decimal(str(multiple)).scaleb(digits)
-    if 0 < scaled <= MAX_MULTIPLE and exact:
+    scaled = float(multiple)
+    while scaled % 1:  # As llguidance computes the digits: where that is not exact, they are many.
+        scaled *= 10
+    if 0 < scaled <= MAX_MULTIPLE:
         return ""
     return f"only numbers whose digits make up to {MAX_MULTIPLE} are supported"
 
 
-def _why_not_counted(key: str, node: Node) -> str:
-    """Why `minProperties` or `maxProperties` of an object cannot be followed; empty if it can."""
-    required, patterns = len({*node.get("required", ())}), "patternProperties" in node
-    is_open = node.get("additionalProperties") is not False or patterns
-    if key == "minProperties" and is_open and node[key] > required + 1:
-        return "it would count names that may repeat; list more names under `required`"
-    optional = node.get("properties", {}).keys() - {*node.get("required", ())}
-    is_needed = key == "maxProperties" or node[key] > required
-    if optional and is_needed and (is_open or node[key] != required + 1):
-        return "minProperties or maxProperties need all properties to be required"
-    return ""
-
-
-def _says_nothing(key: str, value: Any) -> bool:
-    """Whether a keyword stands for its absence: null, a boolean `required` (draft 3), or a bound that
-    is beyond all numbers that are written.
+def _says_nothing(key: str, value: Any, node: Node) -> bool:
+    """Whether a keyword forbids no value, or stands for its absence: null, a boolean `required`
+    (draft 3), or a bound that is beyond all numbers that are written.
     """
-    if key == "required" or not _is_number(value):
-        return (value is None and key != "const") or (key == "required" and isinstance(value, bool))
-    low = key in ("minimum", "exclusiveMinimum") and value < -MAX_INTEGER
-    return low or (key in ("maximum", "exclusiveMaximum") and value > MAX_INTEGER)
+    if value is None:
+        return key != "const"
+    if key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum") and _is_number(value):
+        return bool(value < -MAX_INTEGER if key.endswith("inimum") else value > MAX_INTEGER)
+    if key in ("then", "else", "minContains", "maxContains"):
+        return True  # They belong to another one.
+    if key == "if":
+        return not {"then", "else"} & node.keys()
+    if key in ("not", "uniqueItems", "required"):
+        return value is False or (key, value) == ("required", True)
+    if key == "contains":
+        return node.get("minContains") == 0 and "maxContains" not in node
+    return key not in _FOLLOWED and value in (True, {}, {"type": "string"} if key == "propertyNames" else True)
 
 
 def _as_others(node: Node) -> Node:
@@ -532,18 +435,3 @@ def _as_others(node: Node) -> Node:
     others = {name: item for name, item in names.items() if name != "enum"}
     rest = {"propertyNames": others, "additionalProperties": False}
     return node | {"properties": properties} | rest
-
-
-def _asserts(key: str, value: Any, node: Node) -> bool:
-    """Whether a keyword of `_UNFOLLOWED` forbids any value."""
-    if key == "if":
-        return bool({"then", "else"} & node.keys())
-    if key in ("not", "uniqueItems"):
-        return value is not False
-    if key == "contains":
-        return node.get("minContains") != 0 or "maxContains" in node
-    if isinstance(value, dict):
-        if key in ("dependentRequired", "dependentSchemas", "dependencies"):
-            return any(item not in ([], {}, True) for item in value.values())
-        return any(name in _UNFOLLOWED or (name in _SHAPES and (name, item) != ("type", "string")) for name, item in value.items())
-    return value is not True

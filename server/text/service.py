@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from server.errors import InvalidRequest
-from server.text.call_grammar import Compiled
+from server.text.calls.rules import Compiled
 from server.text.chat_template import MAX_CHEAP_MESSAGES
 from server.text.jobs import AnyJob, CompileGrammar, EncodeChat, Texts
 

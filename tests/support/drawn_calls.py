@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 
 from server.guidance import new_matcher
-from server.text.call_formats import WRAPPER, CallFormat, format_of
-from server.text.call_grammar import CallRules, Compiled
+from server.text.calls.formats import WRAPPER, CallFormat, format_of
+from server.text.calls.parser import Calls, ReplyParser, ends_in_thought
+from server.text.calls.rules import CallRules, Compiled
 from server.text.codec import Detokenizer, TextCodec
-from server.text.reply_parser import Calls, ReplyParser, ends_in_thought
 from server.text.service import Source
 from tests.support.inline_workers import Compiler
 from tests.support.tool_schemas import fault, followed

@@ -4,7 +4,7 @@ from typing import Any
 
 from llguidance import LLTokenizer
 
-from server.text.call_grammar import Compiled
+from server.text.calls.rules import Compiled
 from server.text.codec import TextCodec
 from server.text.jobs import AnyJob, Texts
 from server.text.service import Source, TextService

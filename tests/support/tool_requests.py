@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 
-from server.text.call_formats import CallFormat, opening_of
-from server.text.call_grammar import CallRules
+from server.text.calls.formats import CallFormat, opening_of
+from server.text.calls.rules import CallRules
 from server.text.codec import TextCodec
 from tests.support.drawn_calls import MODES, Draws
 from tests.support.random_tools import WORDS, Tools, problems
@@ -41,6 +41,9 @@ class ToolRequests:
         ends = [id for id in range(codec.largest_id + 1) if codec.decode([id]).strip('"}], ') == "" and codec.decode([id]).strip()]
         marks = [mark for mark in (form.closing, form.quote) if isinstance(mark, int)] if form is not None else []
         self._closing = [*ends, *marks, *codec.end_token_ids]
+        self._draws = Draws(codec)
+        self._parts = dict[str, Any]()
+        """Name and schema -> the part of the schema that is followed."""
 
     async def run(self, seeds: range, report: Callable[[], object] = lambda: None) -> Findings:
         """Sends the requests of these seeds."""
@@ -78,9 +81,18 @@ class ToolRequests:
     async def _prepare(self) -> None:
         """Whatever takes long, before there is a connection that would wait for it."""
 
-    def _followed(self, tools: list[dict[str, Any]]) -> dict[str, Any]:
-        """Name -> the part of a schema that is followed, where that is not all of it."""
-        return {}
+    async def _followed(self, tools: list[dict[str, Any]]) -> dict[str, Any]:
+        """Name -> the part of a function's schema that is followed."""
+        return {tool["function"]["name"]: await self._part(tool["function"]) for tool in tools}
+
+    async def _part(self, function: dict[str, Any]) -> Any:
+        name, schema = function["name"], function.get("parameters", {"maxProperties": 0})
+        key = json.dumps([name, schema])
+        if key not in self._parts:
+            rules = CallRules(self._draws.form, [(name, schema)], False, False)
+            relaxed = (await self._draws.compile(rules)).relaxed
+            self._parts[key] = followed(schema, [place.removeprefix(name) for place in relaxed])
+        return self._parts[key]
 
     def _raised(self) -> list[int]:
         """The tokens that make an opening likely: all those that spell it, if it is a text."""
@@ -104,7 +116,7 @@ class ToolRequests:
         findings.counts[f"{mode}: requests"] += 1
         findings.counts[f"{mode}: calls"] += len(calls) - (finish == "length" and bool(calls))
         findings.counts["cut by max_tokens"] += finish == "length"
-        wrong = problems(message, finish, body["tools"], self._followed(body["tools"]))
+        wrong = problems(message, finish, body["tools"], await self._followed(body["tools"]))
         if mode == "named" and len(calls) != 1:
             wrong.append(f"{len(calls)} calls of a named function")
         if mode == "named" and any(call["function"]["name"] != body["tool_choice"]["function"]["name"] for call in calls):
@@ -165,9 +177,6 @@ class SchemaRequests(ToolRequests):
     def __init__(self, url: str, codec: TextCodec, form: CallFormat | None) -> None:
         super().__init__(url, codec, form)
         self._schemas = [*schemas()]
-        self._draws = Draws(codec)
-        self._parts = dict[str, Any]()
-        """Name -> the part of a schema that is followed."""
 
     def _request(self, seed: int) -> dict[str, Any]:
         name, schema = self._schemas[seed // 3]
@@ -184,13 +193,7 @@ class SchemaRequests(ToolRequests):
 
     async def _prepare(self) -> None:
         for name, schema in self._schemas:
-            rules = CallRules(self._draws.form, [(name, schema)], False, False)
-            relaxed = (await self._draws.compile(rules)).relaxed
-            self._parts[name] = followed(schema, [place.removeprefix(name) for place in relaxed])
-
-    def _followed(self, tools: list[dict[str, Any]]) -> dict[str, Any]:
-        name = tools[0]["function"]["name"]
-        return {name: self._parts[name]}
+            await self._part({"name": name, "parameters": schema})
 
     async def _one(self, seed: int, findings: Findings) -> None:
         if self._form is None and MODES[seed % 3] == "auto":
@@ -212,7 +215,7 @@ class SchemaRequests(ToolRequests):
             (answer,) = response.json()["choices"]
             message, finish = answer["message"], answer["finish_reason"]
             calls = message.get("tool_calls", [])
-            wrong = problems(message, finish, body["tools"], self._followed(body["tools"]))
+            wrong = problems(message, finish, body["tools"], await self._followed(body["tools"]))
             if bool(calls) != (choice != "auto"):
                 wrong.append(f"{len(calls)} calls")
             if (streamed := await self._streamed(body)) != (message["content"] or "", _plain(calls), finish):

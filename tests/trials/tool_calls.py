@@ -21,8 +21,8 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from server.text.call_formats import format_of
-from server.text.call_grammar import CallRules
+from server.text.calls.formats import format_of
+from server.text.calls.rules import CallRules
 from server.text.codec import TextCodec
 from tests.support.drawn_calls import Draws
 from tests.support.processes import ServerProcess, engines

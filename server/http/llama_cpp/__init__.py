@@ -56,7 +56,7 @@ class LlamaCppRoutes(Handlers):
         """
         body = await self.read(http, TemplateBody)
         self.names.resolve(body.model, http.headers.get("host"))
-        job = RenderChat(body.chat_input(self.generation.texts.texts.calls is not None))
+        job = RenderChat(body.chat_input(self.generation.texts.texts.calls.form is not None))
         exchange = exchange_of(http)
         text = await self.generation.convert(job, exchange.client, exchange.terms)
         return await self.answers.json_answers.response({"prompt": text})

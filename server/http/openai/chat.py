@@ -14,42 +14,25 @@ from server.generation.stream import OpenStreams, Piece
 from server.http.answer import Output, OutputToken
 from server.http.openai.chat_fields import ChatBody
 from server.http.openai.replies import OpenAIReply
-from server.text.call_formats import WRAPPER
-from server.text.call_grammar import CallRules
-from server.text.conversation import names_tools
 from server.text.jobs import EncodeChat
-from server.text.reply_parser import ends_in_thought
 from server.text.service import Source
 
 
 async def with_calls(generation: Generation, body: ChatBody, request: Request, client: str) -> Request:
     """The request with what it needs for the model's thoughts and the calls of its tools. Raises RequestError."""
-    known = generation.texts.texts.calls
-    form, opening = known or (WRAPPER, None)
-    if body.calls != "none" or form.thought:
-        request = replace(request, form=form, calls=body.calls, in_thought=ends_in_thought(form, request.prompt))
-    if body.calls == "none":
-        return request
-    if known is None and body.calls == "auto":
-        told = names_tools(generation.codec.files.chat_template or "")
-        return replace(request, form=None, calls="none", ignored=() if told else ("tools",))
-    is_open, named = body.calls == "auto", body.named
-    source = body.source() if is_open else None
+    named, source = body.named, body.source() if body.calls == "auto" else None
     functions = [
         (tool.function.name, tool.function.parameters) for tool in body.tools or () if named is None or tool.function.name in named.names
     ]
-    text = None if source is None else (source.kind, source.text)
     is_parallel = body.parallel_tool_calls is not False and not (named and named.function)
-    rules = CallRules(form, functions, is_parallel, is_open and text is None, text)
-    written = msgspec.json.encode(rules).decode()
-    compiled = await generation.texts.compiled(Source("calls", written, "tools"), client)
-    # As stop strings do, those of the body end no output that is calls alone.
-    stops = (*(request.stop_token_ids if is_open else ()), *(stop for stop in form.stops if isinstance(stop, int)))
+    text = None if source is None else (source.kind, source.text)
+    plan = generation.texts.texts.calls.plan(request.prompt, body.calls, functions, is_parallel, text, request.stop_token_ids)
+    request = replace(request, parser=plan.parser, stop_token_ids=plan.stops, ignored=plan.ignored)
+    if not plan.rules:
+        return request
+    compiled = await generation.texts.compiled(Source("calls", plan.rules, "tools"), client)
     ignored = [f"tools.{quote(place, safe='/$@:')}" for place in compiled.relaxed]
-    request = replace(request, grammar=compiled.grammar, stop_token_ids=stops, ignored=ignored)
-    if text is not None:
-        return replace(request, calls="first")
-    return replace(request, opening=opening if is_open else None)
+    return replace(request, grammar=compiled.grammar, opening=plan.opening, ignored=ignored)
 
 
 class ChatReply(OpenAIReply):
@@ -67,7 +50,7 @@ class ChatReply(OpenAIReply):
     @staticmethod
     async def prepare(generation: Generation, body: ChatBody, client: str) -> Request:
         """The internal request, with the prompt that the chat template makes. Raises RequestError."""
-        given = body.chat_input(generation.texts.texts.calls is not None)
+        given = body.chat_input(generation.texts.texts.calls.form is not None)
         prompt = await generation.tokenize(EncodeChat(given), client, truncated=body.truncate_prompt_tokens is not None)
         prompt = body.truncated(prompt, generation.max_total_tokens)
         return await with_calls(generation, body, await body.request(generation, client, prompt), client)

@@ -16,8 +16,8 @@ from server.http.fields import Body
 from server.http.openai.fields import GenerationBody
 from server.http.openai.slot_fields import ChatSlotFields, salt, switched_off
 from server.http.unknown_fields import quoted
+from server.text.calls.parser import Calls
 from server.text.conversation import ChatInput
-from server.text.reply_parser import Calls
 
 RESERVED = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "unk_token", "pad_token"}
 """Variables of chat templates that no request sets by `chat_template_kwargs`."""

@@ -83,7 +83,7 @@ class OpenAIRoutes(Handlers):
             "owned_by": "onehead",
             "max_model_len": self.generation.max_total_tokens,
             "meta": {"n_ctx": self.generation.max_total_tokens},
-            "tool_call_format": None if (calls := self.generation.texts.texts.calls) is None else calls[0].name,
+            "tool_call_format": (form := self.generation.texts.texts.calls.form) and form.name,
             "default_sampling_params": self.generation.codec.files.sampling_defaults,
             "capabilities": {
                 "completion_chat": self.generation.codec.files.chat_template is not None,

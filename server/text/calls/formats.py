@@ -1,6 +1,6 @@
 """Formats in which models write calls of tools and thoughts: a table, and the choice of the one that a checkpoint uses.
 
-A format is data, read by the builder of its grammar (call_grammar) and by the parser of replies (reply_parser). Invariant: a mark is a
+A format is data, read by the builder of its grammar (rules) and by the parser of replies (parser). Invariant: a mark is a
 token of the vocabulary, and never text that spells it; only a format without such tokens has a text as its opening. It knows no tools.
 """
 

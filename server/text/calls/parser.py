@@ -1,6 +1,6 @@
 """Splits a reply, as its tokens arrive, into text, thoughts and calls of tools.
 
-Calls are read as the grammar of server.text.call_grammar writes them: this is its inverse, and checks nothing. Invariant: what is returned
+Calls are read as the grammar of server.text.calls.rules writes them: this is its inverse, and checks nothing. Invariant: what is returned
 does not depend on how the text is divided between tokens. It knows no engine and no dialects.
 """
 
@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from server.text.call_formats import CallFormat
+from server.text.calls.formats import CallFormat
 
 NAME = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
 """Characters of the names of functions."""

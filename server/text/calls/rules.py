@@ -1,6 +1,6 @@
-"""Builds the grammar of calls of tools, in a format of server.text.call_formats, as Lark for llguidance.
+"""Builds the grammar of calls of tools, in a format of server.text.calls.formats, as Lark for llguidance.
 
-Invariant: a text of the grammar is read by server.text.reply_parser as calls whose arguments satisfy the
+Invariant: a text of the grammar is read by server.text.calls.parser as calls whose arguments satisfy the
 schemas of their functions, which may allow more, but for the keywords that were left out. Those are told;
 a schema is never refused. It knows no tokenizer.
 """
@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from server.text import json_schema
-from server.text.call_formats import CallFormat, Mark
+from server.text.calls.arguments import RuleWriter
+from server.text.calls.formats import CallFormat, Mark
 from server.text.json_schema import Node
-from server.text.native_arguments import RuleWriter, Unsatisfiable
 
 MAX_CALLS = 128
 """Most calls of one output: a message with them is accepted in the next request."""
@@ -44,7 +44,9 @@ class CallRules(msgspec.Struct, frozen=True):
     text: tuple[str, str] | None = None
 
     def lark(self, relaxed: list[str]) -> str:
-        """The grammar. The places of keywords that are not followed are added to `relaxed`."""
+        """The grammar. The places of keywords that are not followed are added to `relaxed`. Raises
+        Unsatisfiable and RecursionError.
+        """
         form, rules = self.form, dict[str, str]()
         marks = form.begin, form.separator, form.end, form.tail
         begin, separator, end, tail = map(json.dumps, marks)
@@ -78,20 +80,12 @@ class CallRules(msgspec.Struct, frozen=True):
             if "object" not in _types(schema):
                 cannot("#/type", schema["type"], "arguments are an object")
             schema = schema | {"type": "object"}
-        is_json = not self.form.quote
-        for followed in (schema, {"type": "object"}):
-            try:
-                prepared = json_schema.prepare(followed, cannot, is_json)
-                if is_json:
-                    prepared = _satisfiable(prepared, cannot)
-                    arguments = f"%json {json.dumps(prepared | {'x-guidance': SPACED})}"
-                else:
-                    quote, prefix = _written(self.form.quote), f"f{number}_"
-                    writer = RuleWriter(prepared, quote, prefix, rules, cannot)
-                    arguments = writer.value(prepared)
-                break
-            except (Unsatisfiable, RecursionError):
-                cannot("#", schema, "no value satisfies it, or it is nested too deeply")
+        prepared = json_schema.prepare(schema, cannot, formats=not self.form.quote)
+        if self.form.quote:
+            quote, prefix = _written(self.form.quote), f"f{number}_"
+            arguments = RuleWriter(prepared, quote, prefix, rules, cannot).value(prepared)
+        else:
+            arguments = f"%json {json.dumps(prepared | {'x-guidance': SPACED})}"
         rules[f"arguments_{number}"] = arguments
         return f"{json.dumps(self.form.before + name + self.form.after)} arguments_{number}"
 
@@ -99,22 +93,6 @@ class CallRules(msgspec.Struct, frozen=True):
 def _types(schema: Node) -> list[Any]:
     given = schema.get("type", "object")
     return given if isinstance(given, list) else [given]
-
-
-def _satisfiable(prepared: Node, cannot: json_schema.Cannot) -> Node:
-    """The schema without the properties that llguidance cannot follow, or that no value has."""
-    if not json_schema.problem(prepared):
-        return prepared
-    definitions = json_schema.ANYTHING["$defs"] | prepared.get("$defs", {})
-    properties = prepared.get("properties", {})
-    prepared["$defs"] = definitions
-    for name, item in properties.items():
-        if item is not False and json_schema.problem(item | {"$defs": definitions}):
-            cannot(f"#/properties/{name}", item, "no value satisfies it")
-            properties[name] = {"$ref": json_schema.ANYTHING["$ref"]}
-    if json_schema.problem(prepared):
-        raise Unsatisfiable
-    return prepared
 
 
 def _written(mark: Mark) -> str:
