@@ -83,7 +83,7 @@ class CompressedMatrix:
             check_finite(into)
 
     def raw_blocks(self, name: str) -> RawBlocks:
-        """The rows in GGUF's blocks, which scales in float16 are a part of, as Reader.raw_blocks says."""
+        """The rows in GGUF's blocks, with scales in float16; see Reader."""
         return "Q4_1" if "zero_point" in self._stored else "Q4_0", self._raw()
 
     def _raw(self) -> Iterator[Tensor]:

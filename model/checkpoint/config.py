@@ -47,8 +47,8 @@ def short(value: object) -> str:
 
 
 class Config:
-    """The keys of one JSON object, called `path` in messages, where `prefix` is put before the keys.
-    Every method raises CheckpointError naming the key.
+    """The keys of one JSON object, called `path` in messages, where `prefix` is put before the
+    keys. Every method raises CheckpointError naming the key.
     """
 
     def __init__(self, values: Mapping[str, Any], path: str = NAME, prefix: str = "") -> None:

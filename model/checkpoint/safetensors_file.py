@@ -30,8 +30,8 @@ MAX_DIMENSIONS = 8
 LENGTH = struct.Struct("<Q")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """The dtypes that weights can have."""
-_BY_SIZE = {1: "BOOL U8 I8 F8_E5M2 F8_E4M3", 2: "I16 U16 F16 BF16", 4: "I32 U32 F32", 8: "F64 I64 U64"}
-ITEM_BYTES = {name: size for size, names in _BY_SIZE.items() for name in names.split()}
+_SIZES = {1: "BOOL U8 I8 F8_E5M2 F8_E4M3", 2: "I16 U16 F16 BF16", 4: "I32 U32 F32", 8: "F64 I64 U64"}
+ITEM_BYTES = {name: size for size, names in _SIZES.items() for name in names.split()}
 
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
@@ -150,11 +150,11 @@ def _entry(name: str, value: Any) -> Entry:
 
 def _placed(entries: dict[str, Entry], data: int, size: int) -> dict[str, Entry]:
     """Entries with their place in the file. Raises CheckpointError if there are gaps or overlaps."""
-    end = 0
+    end = data
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].num_bytes)):
-        if entry.begin != end:
-            raise CheckpointError(f"tensor {name}: begins at data byte {entry.begin}, expected {end}")
+        if data + entry.begin != end:
+            raise CheckpointError(f"tensor {name}: at byte {data + entry.begin}, expected {end}")
         end += entry.num_bytes
-    if data + end != size:
-        raise CheckpointError(f"its tensors end at byte {data + end}, the file has {size}: truncated or damaged")
+    if end != size:
+        raise CheckpointError(f"ends at byte {size}, its tensors at {end}: truncated or damaged")
     return {name: Entry(e.dtype, e.shape, data + e.begin, e.num_bytes) for name, e in entries.items()}

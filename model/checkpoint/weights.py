@@ -42,7 +42,6 @@ MAX_HEADERS_BYTES = 2**26
 """Of all files of a checkpoint together, whose headers are in memory while it is loaded."""
 MAX_NAME_BYTES = 255
 """The longest file name that Linux allows."""
-PICKLES = (".bin", ".pt", ".pth")
 MANIFEST = "SHA256SUMS"
 """What `sha256sum *.safetensors *.gguf` prints. If a folder has it, its files are verified against it."""
 
@@ -158,9 +157,10 @@ def load_decoder(
     pool = ThreadPoolExecutor(threads if device.type == "cpu" else 1)
     try:
         torch.set_num_threads(1)  # Operations on blocks that fit a cache gain nothing from more; parameters are read beside one another.
-        loaded = pool.map(lambda ours: _put(decoder, ours, checkpoint, names[ours], dtype, device, products.keeps_blocks), names)
+        keeps = products.keeps_blocks
+        loaded = pool.map(lambda ours: _put(decoder, ours, checkpoint, names[ours], dtype, device, keeps), names)
         for done, forms in zip(accumulate(sizes), loaded, strict=True):
-            decoder.block_forms.update(forms if products.keeps_blocks else ())
+            decoder.block_forms.update(forms if keeps else ())
             report("loading weights", done, total)
     finally:
         pool.shutdown(cancel_futures=True)
@@ -300,7 +300,7 @@ def _hint(folder: Path) -> str:
     """What to do if the folder has weights under other names or in another format."""
     if names := sorted(path.name for path in folder.glob("*.safetensors")):
         return f"; the folder has {', '.join(names[:MAX_LISTED])}: expected {SINGLE}, every shard of one checkpoint, or {INDEX}"
-    if others := [path for path in sorted(folder.iterdir()) if path.suffix in PICKLES]:
+    if others := [p for p in sorted(folder.iterdir()) if p.suffix in (".bin", ".pt", ".pth")]:
         found = next((path for path in others if path.name.startswith("pytorch_model")), others[0])
         if first_bytes(found).startswith(LFS):
             return f"; found {found.name}, {KINDS[LFS]}"

@@ -105,7 +105,7 @@ def _file(path: Path, cursor: Cursor) -> GGUFFile:
         tensors[name] = Stored(kind.name, shape, begin, num_bytes, path, name)
         end = begin + num_bytes
     if tensors and not end <= cursor.size <= _aligned(end, alignment):
-        sizes = f"its tensors end at byte {end}, the file has {cursor.size}"
+        sizes = f"ends at byte {cursor.size}, its tensors at {end}"
         raise CheckpointError(f"{sizes}: truncated or damaged")
     return GGUFFile(path, metadata, tensors, data)
 

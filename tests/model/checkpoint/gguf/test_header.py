@@ -80,12 +80,12 @@ DATA = bytes(32 + 12)
         (raw_file([], [tensor("a", [256], 99, 0)]), "a has type number 99"),
         (raw_file([], [tensor("x" * 256, [4], 0, 0)]), "is not a name of 1 to 255"),
         (raw_file([], [*F32, tensor("a", [1], 0, 64)], DATA), "tensor a occurs twice"),
-        (raw_file([], F32, DATA[:-1]), "its tensors end at byte .*: truncated"),
-        (raw_file([], F32, DATA + bytes(21)), "its tensors end at byte 172, the file has 193: truncated or damaged"),
+        (raw_file([], F32, DATA[:-1]), "ends at byte .*, its tensors at .*: truncated"),
+        (raw_file([], F32, DATA + bytes(21)), "ends at byte 193, its tensors at 172: truncated or damaged"),
         (raw_file([], [F32[0], tensor("b", [3], 0, 0)], DATA), "tensor b: offset 0, expected 32, after the tensor before it"),
         (raw_file([], [F32[0], tensor("b", [3], 0, 36)], DATA), "tensor b: offset 36, expected 32"),
         (raw_file([], [F32[0], tensor("b", [3], 0, 64)], DATA + DATA), "tensor b: offset 64, expected 32"),
-        (raw_file([], [tensor("a", [2**62, 2**62], 0, 0)]), "its tensors end at byte .*: truncated"),
+        (raw_file([], [tensor("a", [2**62, 2**62], 0, 0)]), "ends at byte .*, its tensors at .*: truncated"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, data: bytes, message: str) -> None:
