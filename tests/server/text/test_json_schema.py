@@ -194,7 +194,7 @@ def test_names_of_references(follower: Follower, name: str, written: str, place:
         ({"properties": {"a": {"not": {}}}}, "has not {} at #/properties/a/not"),
         ({"if": {}, "then": {"type": "string"}}, "has if {} at #/if"),
         ({"properties": {"a": {"pattern": "(?=x)"}}}, 'has pattern "(?=x)" at #/properties/a/pattern'),
-        ({"patternProperties": {"^a": {}, "b$": {}}}, "at #/patternProperties: its regular expressions overlap"),
+        ({"patternProperties": {"^a": {}, "b$": {}}}, "at #/patternProperties: patterns must not overlap"),
         ([], "which is an object"),
     ],
     ids=str,
@@ -218,7 +218,7 @@ def test_a_reference_may_name_any_schema_and_a_text_may_look_like_an_escape() ->
 
 async def test_a_bound_on_optional_properties_is_refused_by_name() -> None:
     compiler = Compiler(TextCodec(EMBEDDED_MODEL))
-    with pytest.raises(InvalidRequest, match="minProperties or maxProperties"):
+    with pytest.raises(InvalidRequest, match="has maxProperties 2 at #/maxProperties"):
         await compiler.compile(Source("json", json.dumps(A | {"properties": {"a": {}, "b": {}, "c": {}}, "maxProperties": 2}), "field"))
 
 
