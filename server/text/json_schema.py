@@ -1,9 +1,9 @@
 """Prepares JSON schemas for llguidance: keeps the keywords that it follows, and refuses or leaves
-out those that it does not, by keyword, value and place.
+out those that it does not, by keyword, value and place. llguidance itself says which these are.
 
 An object that names properties and leaves out `additionalProperties` is closed: it gets
-`additionalProperties` false, unless it is combined with other schemas. A oneOf with exclusive
-branches becomes an anyOf. An unknown format is not enforced, as in the standard, and annotations are
+`additionalProperties` false, unless it is combined with other schemas. The branches of a oneOf have
+no value in common. An unknown format is not enforced, as in the standard, and annotations are
 left out. Numbers have at most 16 digits, and values of any kind a bounded depth. Invariant: every
 value that satisfies the prepared schema satisfies the given one but for what was left out. No I/O.
 """
@@ -243,7 +243,7 @@ class _SchemaRewriter:
 
     def _exclusive(self, branches: list[Any], at: str) -> list[Any]:
         """The branches of a oneOf, where tags are required. They must have no value in common."""
-        document = {name: item for name, item in self._root.items() if name not in _FOLLOWED}
+        document = {name: item for name, item in self._root.items() if name not in _FOLLOWED and isinstance(item, dict)}
         tagged = [self._tagged(branch) for branch in branches]
         overlap = len(branches) > MAX_BRANCHES
         for i in range(0 if overlap else len(branches)):
@@ -363,15 +363,15 @@ def _is_number(value: Any) -> bool:
 
 def _why_not(key: str, value: Any) -> str:
     """Why a keyword cannot be followed; empty if it can, or is an annotation."""
-    if key == "x-guidance":  # It would set llguidance's options.
-        return ""
     if key in _SCHEMAS:
         fits = isinstance(value, _SCHEMAS[key]) and (key not in _IN_PLACE or value)
         return "" if fits else "it is not of the standard's form"
     if key in ("$ref", "format"):
         return "" if isinstance(value, str) else "it must be a text"
-    if said := problem({key: value}):
-        said = said if key in _FOLLOWED else "it cannot be followed; leave it out"
+    said = "" if key == "$schema" else problem({key: value})
+    if key not in _FOLLOWED:
+        return "it cannot be followed; leave it out" if said.startswith("Unimplemented") else ""
+    if said:
         return ascii(said.partition("\n")[0][:80])[1:-1]
     if key not in _EXACT:
         return ""

@@ -226,3 +226,10 @@ def test_settings_of_the_grammar_library_do_not_come_from_a_schema() -> None:
     settings = {"x-guidance": {"lenient": True, "whitespace_flexible": True}}
     prepared = prepare(settings | {"type": "object", "properties": {"a": settings | {"type": "string"}}})
     assert "x-guidance" not in json.dumps(prepared)
+
+
+def test_what_a_schema_says_of_itself_asserts_nothing() -> None:
+    about = {"$schema": "x", "$comment": 3, "id": 5, "definitions": {"a": 5}, "$vocabulary": {"y": True}}
+    schema = {"$id": "https://example.com/x", "oneOf": [{"type": "string"}, {"$ref": "#/definitions/b"}]}
+    prepared = prepare(about | schema | {"definitions": {"a": 5, "b": {"type": "null"}}})
+    assert prepared["oneOf"] == [{"type": "string"}, {"$ref": "#/$defs/d0"}]
