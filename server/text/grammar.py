@@ -7,7 +7,6 @@ honoured is refused, never ignored. What a compilation costs has no bound of its
 
 import json
 import random
-import re
 
 import msgspec
 from llguidance import LLMatcher, LLTokenizer
@@ -21,7 +20,6 @@ from server.text.calls.rules import CallRules, Compiled
 
 TRIED_PATHS = 4
 TRIED_TOKENS = 16
-_UNSUPPORTED = re.compile(r'Unimplemented keys: \[((?:"[A-Za-z$-]{1,40}"(?:, )?)+)\]')
 
 
 class GrammarCompiler:
@@ -123,13 +121,8 @@ def _check(grammar: str, tokenizer: LLTokenizer) -> str | None:
 
 def _client_message(error: str) -> str:
     """The message for the client about an error of llguidance, whose own text may hold parts of the grammar and internal state."""
-    unsupported = _UNSUPPORTED.search(error)
-    if unsupported:
-        return f"uses JSON schema keywords that are not supported: {unsupported[1].replace(chr(34), '')}"
     if "too big" in error or "too many" in error or "too complex" in error or "limit" in error:
         return "is too large or too complex"
-    if "min/maxProperties" in error:
-        return "uses minProperties or maxProperties where some properties are optional; require them all, or leave the bound out"
     if "regex" in error:
         return "is not a regular expression that can be followed; look-around and back-references are not supported"
     if "nsatisfiable" in error:

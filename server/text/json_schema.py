@@ -1,9 +1,9 @@
 """Prepares JSON schemas for llguidance: keeps the keywords that it follows, and refuses or leaves
-out those that it does not, by keyword, value and place.
+out those that it does not, by keyword, value and place. llguidance itself says which these are.
 
 An object that names properties and leaves out `additionalProperties` is closed: it gets
-`additionalProperties` false, unless it is combined with other schemas. A oneOf with exclusive
-branches becomes an anyOf. An unknown format is not enforced, as in the standard, and annotations are
+`additionalProperties` false, unless it is combined with other schemas. The branches of a oneOf have
+no value in common. An unknown format is not enforced, as in the standard, and annotations are
 left out. Numbers have at most 16 digits, and values of any kind a bounded depth. Invariant: every
 value that satisfies the prepared schema satisfies the given one but for what was left out. No I/O.
 """
@@ -76,7 +76,7 @@ _OVERLAP = (
     "one value could satisfy two branches; use anyOf, or give each branch a property with its own const;"
     f" at most {MAX_BRANCHES} branches are supported"
 )
-_COUNT = "minProperties or maxProperties need all properties to be required, and names not to repeat"
+_PROPERTIES = "patterns must not overlap; a count needs all properties to be required, and names that cannot repeat"
 NUMBERS: list[Node] = [
     {
         "type": "number",
@@ -243,7 +243,7 @@ class _SchemaRewriter:
 
     def _exclusive(self, branches: list[Any], at: str) -> list[Any]:
         """The branches of a oneOf, where tags are required. They must have no value in common."""
-        document = {name: item for name, item in self._root.items() if name not in _FOLLOWED}
+        document = {name: item for name, item in self._root.items() if name not in _FOLLOWED and isinstance(item, dict)}
         tagged = [self._tagged(branch) for branch in branches]
         overlap = len(branches) > MAX_BRANCHES
         for i in range(0 if overlap else len(branches)):
@@ -255,10 +255,8 @@ class _SchemaRewriter:
 
     def _tagged(self, node: Any) -> Any:
         """A branch of a oneOf, where properties with a const are required: they tell branches apart."""
-        found = node
         try:
-            for _ in range(64):
-                found = _target(self._root, found["$ref"]) if "$ref" in found else found
+            found = _target(self._root, node["$ref"]) if "$ref" in node else node
             tags = [name for name, item in found["properties"].items() if "const" in item]
             return found | {"required": [*found.get("required", ()), *tags]} if tags else node
         except (AttributeError, LookupError, TypeError, ValueError):
@@ -290,18 +288,14 @@ class _SchemaRewriter:
                 others = [name for name in required if name not in prepared["properties"]]
                 prepared["properties"] |= dict.fromkeys(others, ANY)
                 prepared["additionalProperties"] = False
+        names = dict.fromkeys(prepared.get("properties", ()), True)
         patterns = dict.fromkeys(prepared.get("patternProperties", ()), True)
-        if problem({"type": "object", "patternProperties": patterns}):
-            why = "its regular expressions overlap, or cannot be followed"
-            self._cannot(f"{at}/patternProperties", prepared.pop("patternProperties"), why)
-            if prepared.pop("additionalProperties", True) is not True:
-                self._cannot(f"{at}/additionalProperties", False, why)
-        is_open = prepared.get("additionalProperties") is not False or patterns
-        names = {"properties": dict.fromkeys(prepared.get("properties", ()), True), "required": required}
-        for key in prepared.keys() & {"minProperties", "maxProperties"}:
-            counted = {"type": "object", key: prepared[key], "additionalProperties": bool(is_open)} | names
-            if problem(counted) or (is_open and key == "minProperties" and prepared[key] > len({*required}) + 1):
-                self._cannot(f"{at}/{key}", prepared.pop(key), _COUNT)
+        is_open = prepared.get("additionalProperties") is not False or bool(patterns)
+        rest = {"type": "object", "properties": names, "required": required, "additionalProperties": is_open}
+        for key in prepared.keys() & {"patternProperties", "minProperties", "maxProperties"}:
+            count = prepared[key] if key == "minProperties" and is_open else 0
+            if count > len({*required}) + 1 or problem(rest | {key: patterns if key[0] == "p" else prepared[key]}):
+                self._cannot(f"{at}/{key}", prepared.pop(key), _PROPERTIES)
 
 
 def _combine(prepared: Node, other: Node) -> None:
@@ -369,15 +363,15 @@ def _is_number(value: Any) -> bool:
 
 def _why_not(key: str, value: Any) -> str:
     """Why a keyword cannot be followed; empty if it can, or is an annotation."""
-    if key == "x-guidance":  # It would set llguidance's options.
-        return ""
     if key in _SCHEMAS:
         fits = isinstance(value, _SCHEMAS[key]) and (key not in _IN_PLACE or value)
         return "" if fits else "it is not of the standard's form"
     if key in ("$ref", "format"):
         return "" if isinstance(value, str) else "it must be a text"
-    if said := problem({key: value}):
-        said = said if key in _FOLLOWED else "it cannot be followed; leave it out"
+    said = "" if key == "$schema" else problem({key: value})
+    if key not in _FOLLOWED:
+        return "it cannot be followed; leave it out" if said.startswith("Unimplemented") else ""
+    if said:
         return ascii(said.partition("\n")[0][:80])[1:-1]
     if key not in _EXACT:
         return ""
@@ -419,13 +413,13 @@ def _says_nothing(key: str, value: Any, node: Node) -> bool:
 
 
 def _as_others(node: Node) -> Node:
-    """A schema with `unevaluatedProperties`, `unevaluatedItems` and a list of `propertyNames` in terms
-    of the keywords that are followed, where these say the same.
+    """A schema with `unevaluatedProperties` and a list of `propertyNames` in terms of the keywords that
+    are followed, where these say the same.
     """
-    combined = node.keys() & {*_IN_PLACE, "$ref", "if", "dependentSchemas", "patternProperties"}
-    for name, same in (("Properties", "additionalProperties"), ("Items", "items")):
-        if f"unevaluated{name}" in node and not combined and same not in node:
-            node = node | {same: node[f"unevaluated{name}"], f"unevaluated{name}": True}
+    combined = {*_IN_PLACE, "$ref", "if", "dependentSchemas", "patternProperties", "additionalProperties"}
+    if "unevaluatedProperties" in node and not node.keys() & combined:
+        others = node["unevaluatedProperties"]
+        node = node | {"additionalProperties": others, "unevaluatedProperties": True}
     names: Any = node.get("propertyNames")
     listed = names.get("enum") if isinstance(names, dict) else None
     if not isinstance(listed, list) or node.keys() & {"properties", "patternProperties", "$ref"}:
@@ -433,5 +427,4 @@ def _as_others(node: Node) -> Node:
     values = node.get("additionalProperties", True)
     properties = {name: values for name in listed if isinstance(name, str)}
     others = {name: item for name, item in names.items() if name != "enum"}
-    rest = {"propertyNames": others, "additionalProperties": False}
-    return node | {"properties": properties} | rest
+    return node | {"properties": properties, "additionalProperties": False, "propertyNames": others}

@@ -8,8 +8,6 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
-
 from server.protocol import Opening
 from server.text.codec import TextCodec
 
@@ -43,7 +41,7 @@ class CallFormat:
     """What follows `thought` and is no part of the thought."""
 
 
-_PATTERN = re.compile(r"(?P<space>\\s\*)?(?P<mark>(?:[\w<]|\\[^\w])+>)(?P<before>(?:\w|\\?[: ])*)(?:\(\?P<name>\S+\))?")
+_PATTERN = r"(?P<space>\\s\*)?(?P<mark>(?:[\w<]|\\[^\w])+>)(?P<before>(?:\w|\\?[: ])*)(?:\(\?P<name>\S+\))?"
 """An `open_pattern` that is a mark, perhaps after white space, and perhaps with a text and the function's name after it."""
 MARKS = ("opening", "closing", "quote", "thought", "thought_end")
 """The fields that are marks, where they are not empty."""
@@ -80,47 +78,33 @@ def format_of(codec: TextCodec) -> CallFormat | None:
     return GRANITE if codec.is_bytes and str(GRANITE.opening) in (codec.files.chat_template or "") else None
 
 
-class _Field(msgspec.Struct):
-    """A field of transformers' `response_template`: what begins and ends it in a reply, and how it is read."""
-
-    open: str = ""
-    open_pattern: str = ""
-    close: str | list[str] = []
-    content_args: "_Syntax" = msgspec.field(default_factory=lambda: _Syntax())
-    transform: dict[str, Any] = {}
-
-
-class _Syntax(msgspec.Struct):
-    string_delims: list[tuple[str, str]] = []
-
-
-class _Template(msgspec.Struct):
-    fields: dict[str, _Field] = {}
-
-
 def _described(template: Any) -> CallFormat | None:
-    """The format of a `response_template`, if it describes calls in one of the two syntaxes that there are grammars for."""
+    """The format of transformers' `response_template`, if it describes calls in one of the two syntaxes
+    that there are grammars for.
+    """
     try:
-        fields = msgspec.convert(template or {}, _Template).fields
-    except msgspec.ValidationError:
-        fields = {}
-    calls, thought = fields.get("tool_calls", _Field()), fields.get("reasoning_content", _Field())
-    pattern = _PATTERN.fullmatch(calls.open_pattern or re.escape(calls.open))
-    function, delimiters = calls.transform.get("function"), calls.content_args.string_delims
-    if pattern is None or not isinstance(calls.close, str):
+        fields = template["fields"]
+        calls, thought = fields["tool_calls"], fields.get("reasoning_content", {})
+        found: Any = re.fullmatch(_PATTERN, calls.get("open_pattern") or re.escape(calls["open"]))
+        mark, before = (re.sub(r"\\(.)", r"\1", part) for part in found.group("mark", "before"))
+        known = CallFormat("response_template", mark, closing=calls["close"])
+        if isinstance(thought.get("close"), str):
+            begun, bracket, head = thought["open"].partition(">")
+            thought = {"thought": begun + bracket, "thought_head": head, "thought_end": thought["close"]}
+            known = replace(known, **thought)
+        function = calls["transform"]["function"]
+        if function == "{content}" and not before:
+            known = replace(known, separator="\n" if found["space"] else "")
+        elif function == {"name": "{name}", "arguments": "{content}"} and before:
+            (quote,) = {*calls["content_args"]["string_delims"][0]}
+            ends = fields.get("content", {}).get("close", ())
+            stops = (ends,) if isinstance(ends, str) else tuple(ends)
+            known = replace(known, before=before, after="", tail="", quote=quote, stops=stops)
+        else:
+            return None
+        return known if all(isinstance(getattr(known, name), str) for name in MARKS) else None
+    except (AttributeError, LookupError, TypeError, ValueError):
         return None
-    mark, before = (re.sub(r"\\(.)", r"\1", part) for part in pattern.group("mark", "before"))
-    common: Any = {"closing": calls.close}
-    if isinstance(thought.close, str):
-        begun, bracket, head = thought.open.partition(">")
-        common |= {"thought": begun + bracket, "thought_head": head, "thought_end": thought.close}
-    if function == "{content}" and not before:
-        return CallFormat("response_template", mark, separator="\n" if pattern["space"] else "", **common)
-    if function == {"name": "{name}", "arguments": "{content}"} and before and delimiters and len({*delimiters[0]}) == 1:
-        ends = fields.get("content", _Field()).close
-        stops = (ends,) if isinstance(ends, str) else tuple(ends)
-        return CallFormat("response_template", mark, before=before, after="", tail="", quote=delimiters[0][0], stops=stops, **common)
-    return None
 
 
 def opening_of(known: CallFormat, codec: TextCodec) -> Opening:

@@ -97,11 +97,9 @@ class ReplyParser:
         if text.endswith(opening):
             self._calls = _CallReader(self._form)
             return text.removesuffix(opening)
-        for length in range(min(len(opening) - 1, len(text)), 0, -1):
-            if text.endswith(opening[:length]):
-                self._held = text[-length:]
-                return text[:-length]
-        return text
+        length = next(n for n in range(len(opening) - 1, -1, -1) if text.endswith(opening[:n]))
+        self._held = opening[:length]
+        return text.removesuffix(self._held)
 
     def _flush(self) -> Parsed:
         held, self._held = self._held, ""

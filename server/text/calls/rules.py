@@ -77,7 +77,7 @@ class CallRules(msgspec.Struct, frozen=True):
             relaxed.append(f"{name}{at.removeprefix('#')}")
 
         if schema.get("type") != "object":
-            if "object" not in _types(schema):
+            if "object" not in str(schema.get("type", "object")):
                 cannot("#/type", schema["type"], "arguments are an object")
             schema = schema | {"type": "object"}
         prepared = json_schema.prepare(schema, cannot, formats=not self.form.quote)
@@ -88,11 +88,6 @@ class CallRules(msgspec.Struct, frozen=True):
             arguments = f"%json {json.dumps(prepared | {'x-guidance': SPACED})}"
         rules[f"arguments_{number}"] = arguments
         return f"{json.dumps(self.form.before + name + self.form.after)} arguments_{number}"
-
-
-def _types(schema: Node) -> list[Any]:
-    given = schema.get("type", "object")
-    return given if isinstance(given, list) else [given]
 
 
 def _written(mark: Mark) -> str:

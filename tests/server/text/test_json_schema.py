@@ -194,7 +194,7 @@ def test_names_of_references(follower: Follower, name: str, written: str, place:
         ({"properties": {"a": {"not": {}}}}, "has not {} at #/properties/a/not"),
         ({"if": {}, "then": {"type": "string"}}, "has if {} at #/if"),
         ({"properties": {"a": {"pattern": "(?=x)"}}}, 'has pattern "(?=x)" at #/properties/a/pattern'),
-        ({"patternProperties": {"^a": {}, "b$": {}}}, "at #/patternProperties: its regular expressions overlap"),
+        ({"patternProperties": {"^a": {}, "b$": {}}}, "at #/patternProperties: patterns must not overlap"),
         ([], "which is an object"),
     ],
     ids=str,
@@ -218,7 +218,7 @@ def test_a_reference_may_name_any_schema_and_a_text_may_look_like_an_escape() ->
 
 async def test_a_bound_on_optional_properties_is_refused_by_name() -> None:
     compiler = Compiler(TextCodec(EMBEDDED_MODEL))
-    with pytest.raises(InvalidRequest, match="minProperties or maxProperties"):
+    with pytest.raises(InvalidRequest, match="has maxProperties 2 at #/maxProperties"):
         await compiler.compile(Source("json", json.dumps(A | {"properties": {"a": {}, "b": {}, "c": {}}, "maxProperties": 2}), "field"))
 
 
@@ -226,3 +226,10 @@ def test_settings_of_the_grammar_library_do_not_come_from_a_schema() -> None:
     settings = {"x-guidance": {"lenient": True, "whitespace_flexible": True}}
     prepared = prepare(settings | {"type": "object", "properties": {"a": settings | {"type": "string"}}})
     assert "x-guidance" not in json.dumps(prepared)
+
+
+def test_what_a_schema_says_of_itself_asserts_nothing() -> None:
+    about = {"$schema": "x", "$comment": 3, "id": 5, "definitions": {"a": 5}, "$vocabulary": {"y": True}}
+    schema = {"$id": "https://example.com/x", "oneOf": [{"type": "string"}, {"$ref": "#/definitions/b"}]}
+    prepared = prepare(about | schema | {"definitions": {"a": 5, "b": {"type": "null"}}})
+    assert prepared["oneOf"] == [{"type": "string"}, {"$ref": "#/$defs/d0"}]
