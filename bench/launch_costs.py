@@ -1,10 +1,12 @@
-"""What a launched step costs the host, without a device: scheduler, captured steps' lists, launches, and sending events.
+"""What a launched step costs the host, without a device: scheduler, captured steps' lists,
+launches, and sending events.
 
-The real engine core, scheduler, runner, lists and worker, over a fake stream, which does work at once and skips captured work, and a
-decoder and a draw that compute nothing. torch's operations around a captured step (copies) run on a few numbers of a CPU, which takes about
-as long as launching them does. Needs Triton installed, but compiles nothing. Each step computes one token of each sequence, and is launched
-before the previous one is committed. A mixed step computes a prompt besides, of as many tokens as a step may have, or of so few that it
-is captured.
+The real engine core, scheduler, runner, lists and worker, over a fake stream, which does work at
+once and skips captured work, and a decoder and a draw that compute nothing. torch's operations
+around a captured step (copies) run on a few numbers of a CPU, which takes about as long as
+launching them does. Needs Triton installed, but compiles nothing. Each step computes one token of
+each sequence, and is launched before the previous one is committed. A mixed step computes a prompt
+besides, of as many tokens as a step may have, or of so few that it is captured.
 """
 
 import argparse
@@ -43,11 +45,13 @@ CPU = torch.device("cpu")
 PAGE_SIZE = 64
 MOST_CAPTURED = 256
 SHORT = 64, 90
-"""Sequences, and tokens of a prompt beside them, which is short enough for steps of two to be captured."""
+"""Sequences, and tokens of a prompt beside them, which is short enough for steps of two to be
+captured."""
 STEP_TOKENS = 4096
 VOCAB_SIZE = 16
 PARTS = "plan", "launch", "result", "commit", "_send_events"
-"""Of a step: Scheduler.plan, ModelRunner.launch, PendingStep.result, Scheduler.commit, Worker._send_events."""
+"""Of a step: Scheduler.plan, ModelRunner.launch, PendingStep.result, Scheduler.commit,
+Worker._send_events."""
 
 
 class Nothing:
@@ -83,7 +87,9 @@ class NoDevice(CpuDevice):
 
 
 class Done:
-    """A fake stream, event and pipe: work runs at once, waits return at once, a captured graph does nothing, sent bytes are dropped."""
+    """A fake stream, event and pipe: work runs at once, waits return at once, a captured graph does
+    nothing, sent bytes are dropped.
+    """
 
     def enqueue(self, work: Callable[[], None]) -> None:
         work()
@@ -107,22 +113,40 @@ class NoMasks:
 
 
 def make_worker(num_sequences: int, num_tokens: int, most_captured: int = 0) -> Worker:
-    """With room for so many sequences of so many tokens. At least so many tokens of a step can be captured."""
+    """With room for so many sequences of so many tokens. At least so many tokens of a step can be
+    captured.
+    """
     spec = read_spec(EMBEDDED_MODEL)
     layout = CacheLayout.of(spec.num_layers, spec.windows, PAGE_SIZE)
     num_pages = num_sequences * layout.most_pages(num_tokens, STEP_TOKENS)
     # Nothing is ever written to it, so that it takes no memory.
-    pool = KVPool.allocate(layout, num_pages, spec.key_dim, spec.value_dim, torch.float32, CPU, value_in_key=spec.value_in_key)
+    pool = KVPool.allocate(
+        layout,
+        num_pages,
+        spec.key_dim,
+        spec.value_dim,
+        torch.float32,
+        CPU,
+        value_in_key=spec.value_in_key,
+    )
     backend = create_backend("triton-fast", pool, spec.attention_scale, spec.num_query_heads)
-    runner = ModelRunner(cast(Any, Nothing(spec)), pool, backend, NoDevice(), Done(), max(num_sequences, most_captured), STEP_TOKENS)
+    runner = ModelRunner(
+        cast(Any, Nothing(spec)),
+        pool,
+        backend,
+        NoDevice(),
+        Done(),
+        max(num_sequences, most_captured),
+        STEP_TOKENS,
+    )
     runner.capture(num_tokens)
     scheduler = Scheduler(Limits(num_pages, layout, num_tokens, num_sequences, STEP_TOKENS))
     return Worker(cast(Any, Done()), EngineCore(scheduler, runner), cast(MaskProcesses, NoMasks()))
 
 
 def measure(num_sequences: int, context: int, steps: int, num_prompt: int = 0) -> dict[str, Any]:
-    """Medians of so many steps in microseconds: of each part, and of all that the host does between two launches. With `num_prompt` tokens
-    of a prompt in each, or of two prompts.
+    """Medians of so many steps in microseconds: of each part, and of all that the host does between
+    two launches. With `num_prompt` tokens of a prompt in each, or of two prompts.
     """
     warm_up, mixed = steps // 10 + 2, num_prompt > 0
     longest = max(context + PAGE_SIZE + 2 * (steps + warm_up), num_prompt + 1)
@@ -133,7 +157,10 @@ def measure(num_sequences: int, context: int, steps: int, num_prompt: int = 0) -
         # Page borders at different steps for different sequences, and no prefix in common.
         prompt = [id + 2, *([1] * (context + id % PAGE_SIZE - PAGE_SIZE // 2))]
         scheduler.submit(id, prompt, 2 * (steps + warm_up), Sampling(temperature=0.0))
-    while any(sequence.num_uncomputed > 1 for sequence in (*scheduler.running.values(), *scheduler.waiting.values())):
+    while any(
+        sequence.num_uncomputed > 1
+        for sequence in (*scheduler.running.values(), *scheduler.waiting.values())
+    ):
         core.step()
     if mixed:
         for number in range(warm_up + steps + 2):
@@ -148,18 +175,34 @@ def measure(num_sequences: int, context: int, steps: int, num_prompt: int = 0) -
         step(worker)
         if number >= warm_up:
             whole.append(time.perf_counter() - began)
-    if not num_sequences <= len(scheduler.running) <= num_sequences + 2 * mixed or mixed != bool(scheduler.waiting):
-        raise RuntimeError(f"{len(scheduler.running)} sequences run and {len(scheduler.waiting)} wait, not {num_sequences}")
+    if not num_sequences <= len(scheduler.running) <= num_sequences + 2 * mixed or mixed != bool(
+        scheduler.waiting
+    ):
+        raise RuntimeError(
+            f"{len(scheduler.running)} sequences run and {len(scheduler.waiting)} wait, not "
+            f"{num_sequences}"
+        )
     parts = {part.lstrip("_"): statistics.median(seconds[part][warm_up:]) * 1e6 for part in PARTS}
     kind = f"mixed, {num_prompt}" if mixed else "single tokens"
-    return {"sequences": num_sequences, "step of": kind, "context": context} | parts | {"step": statistics.median(whole) * 1e6}
+    return (
+        {"sequences": num_sequences, "step of": kind, "context": context}
+        | parts
+        | {"step": statistics.median(whole) * 1e6}
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, help="folder for launch_costs.json")
     parser.add_argument("--sequences", default="1,16,64,256")
-    parser.add_argument("--context", type=int, default=512, help="tokens of a sequence before the steps that are timed")
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=512,
+        help="tokens of a sequence before the steps that are timed",
+    )
     parser.add_argument("--steps", type=int, default=300)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -173,7 +216,9 @@ def main() -> int:
     if options.output is not None:
         options.output.mkdir(parents=True, exist_ok=True)
         settings = {"steps": options.steps}
-        (options.output / "launch_costs.json").write_text(json.dumps(circumstances(settings) | {"rows": rows}, indent=1) + "\n")
+        (options.output / "launch_costs.json").write_text(
+            json.dumps(circumstances(settings) | {"rows": rows}, indent=1) + "\n"
+        )
     return 0
 
 

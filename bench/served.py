@@ -1,13 +1,15 @@
-"""Served against served: output tokens per second over HTTP of onehead and other servers on the same shape, in turns.
+"""Served against served: output tokens per second over HTTP of onehead and other servers on the
+same shape, in turns.
 
     python -m bench.served --output FILE --model FOLDER [--peer "NAME=COMMAND with {port}"]... [--streams 1,8,32] [--rounds 5]
         [--prompt_tokens 128] [-- SERVE_OPTIONS]
 
-A peer is any server of OpenAI's /v1/completions that takes token ids and streams; bench/peers has some. All servers run at the same time,
-and each case is sent to one after another in an order that turns, so that the machine's drift reaches all. Prompts are random ids,
-choices greedy, ends ignored. `engine alone` is `onehead bench --offline` with the same options, once a round. The client's own processor
-time is given, and not subtracted from any figure.
-"""
+A peer is any server of OpenAI's /v1/completions that takes token ids and streams; bench/peers has
+some. All servers run at the same time, and each case is sent to one after another in an order that
+turns, so that the machine's drift reaches all. Prompts are random ids, choices greedy, ends
+ignored. `engine alone` is `onehead bench --offline` with the same options, once a round. The
+client's own processor time is given, and not subtracted from any figure.
+"""  # noqa: E501
 
 import argparse
 import asyncio
@@ -41,7 +43,9 @@ class Peer:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        self.process = subprocess.Popen(shlex.split(command.replace("{port}", str(self.port))), stdout=subprocess.DEVNULL)
+        self.process = subprocess.Popen(
+            shlex.split(command.replace("{port}", str(self.port))), stdout=subprocess.DEVNULL
+        )
         deadline = time.monotonic() + START_SECONDS
         while True:
             try:
@@ -49,7 +53,9 @@ class Peer:
                 return
             except OSError:
                 if self.process.poll() is not None or time.monotonic() > deadline:
-                    raise SystemExit(f"no server is up after {START_SECONDS:g} s: {command}") from None
+                    raise SystemExit(
+                        f"no server is up after {START_SECONDS:g} s: {command}"
+                    ) from None
                 time.sleep(0.2)
 
     def stop(self) -> None:
@@ -59,15 +65,27 @@ class Peer:
 
 def body(prompt: list[int]) -> dict[str, Any]:
     """A streamed completion of a prompt of ids."""
-    values = {"prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0.0, "ignore_eos": True, "stream": True}
+    values = {
+        "prompt": prompt,
+        "max_tokens": OUTPUT_TOKENS,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "stream": True,
+    }
     return values | {"stream_options": {"include_usage": True}}
 
 
 def rate(port: int, prompts: list[list[int]]) -> tuple[float, float]:
-    """Output tokens per second of one request for each prompt, all at once; and the client's processor time for each token, in us."""
+    """Output tokens per second of one request for each prompt, all at once; and the client's
+    processor time for each token, in us.
+    """
 
     async def run() -> int:
-        return sum(await asyncio.gather(*(tokens(port, "/v1/completions", body(prompt)) for prompt in prompts)))
+        return sum(
+            await asyncio.gather(
+                *(tokens(port, "/v1/completions", body(prompt)) for prompt in prompts)
+            )
+        )
 
     began, used = time.perf_counter(), time.process_time()
     total = asyncio.run(run())
@@ -80,38 +98,70 @@ def alone(options: argparse.Namespace, serve_options: list[str]) -> dict[int, fl
     with tempfile.TemporaryDirectory() as folder:
         for streams in options.streams:
             file = Path(folder) / f"{streams}.json"
-            command = [sys.executable, "-m", "commands.cli", "bench", "--offline", "--model", str(options.model), "--output", str(file)]
-            command += ["--concurrency", str(streams), "--requests", str(max(4, streams)), "--prompt_tokens", str(options.prompt_tokens)]
+            command = [
+                sys.executable,
+                "-m",
+                "commands.cli",
+                "bench",
+                "--offline",
+                "--model",
+                str(options.model),
+                "--output",
+                str(file),
+            ]
+            command += [
+                "--concurrency",
+                str(streams),
+                "--requests",
+                str(max(4, streams)),
+                "--prompt_tokens",
+                str(options.prompt_tokens),
+            ]
             command += ["--output_tokens", str(OUTPUT_TOKENS), *serve_options]
-            subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            subprocess.run(
+                command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
             (run,) = json.loads(file.read_text())["runs"]
             found[streams] = run["figures"]["output_tokens_per_second"]
     return found
 
 
 def arguments() -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(prog="python -m bench.served", description="served against served")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.served", description="served against served"
+    )
     parser.add_argument("--output", type=Path, required=True, help="JSON file for the result")
     parser.add_argument("--model", type=Path, required=True, help="checkpoint folder")
     parser.add_argument("--peer", action="append", default=[], help="NAME=COMMAND, with {port}")
-    parser.add_argument("--streams", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32])
+    parser.add_argument(
+        "--streams", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32]
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompt_tokens", type=int, default=128)
     return parsed(parser)
 
 
-def measure(options: argparse.Namespace, serve_options: list[str], servers: dict[str, Any]) -> dict[str, Any]:
+def measure(
+    options: argparse.Namespace, serve_options: list[str], servers: dict[str, Any]
+) -> dict[str, Any]:
     """The rates of all rounds, and the client's costs."""
     rng, vocabulary = random.Random(0), read_spec(options.model).vocab_size
-    rates: dict[str, dict[int, list[float]]] = {name: {n: [] for n in options.streams} for name in (*servers, ALONE)}
+    rates: dict[str, dict[int, list[float]]] = {
+        name: {n: [] for n in options.streams} for name in (*servers, ALONE)
+    }
     client_us: dict[int, list[float]] = {n: [] for n in options.streams}
     with progress() as bar:
-        task = bar.add_task("rounds", total=(options.rounds + 1) * (len(options.streams) * len(servers) + 1))
+        task = bar.add_task(
+            "rounds", total=(options.rounds + 1) * (len(options.streams) * len(servers) + 1)
+        )
         for number in range(options.rounds + 1):  # The first warms up.
             for streams in options.streams:
                 names = list(servers)
                 for name in names[number % len(names) :] + names[: number % len(names)]:
-                    prompts = [rng.choices(range(1, vocabulary), k=options.prompt_tokens) for _ in range(streams)]
+                    prompts = [
+                        rng.choices(range(1, vocabulary), k=options.prompt_tokens)
+                        for _ in range(streams)
+                    ]
                     found, cost = rate(servers[name].port, prompts)
                     if number:
                         rates[name][streams].append(found)
@@ -141,10 +191,16 @@ def main() -> None:
         ours = rates[ONEHEAD][streams]
         row = [str(streams), f"{statistics.median(ours):.0f}"]
         for name in (ALONE, *(name for name in servers if name != ONEHEAD)):
-            ratio = statistics.median(a / b for a, b in zip(ours, rates[name][streams], strict=True))
+            ratio = statistics.median(
+                a / b for a, b in zip(ours, rates[name][streams], strict=True)
+            )
             row += [f"{statistics.median(rates[name][streams]):.0f}", f"{ratio:.2f}"]
         rows.append([*row, f"{statistics.median(found['client_us'][streams]):.0f}"])
-    heads = [part for name in (ALONE, *(name for name in servers if name != ONEHEAD)) for part in (name, "onehead / it")]
+    heads = [
+        part
+        for name in (ALONE, *(name for name in servers if name != ONEHEAD))
+        for part in (name, "onehead / it")
+    ]
     show(["streams", ONEHEAD, *heads, "client, us a token"], rows)
 
 

@@ -1,12 +1,14 @@
-"""Two checkouts of this repository, serving the same model in turns: what a change costs or gains over HTTP.
+"""Two checkouts of this repository, serving the same model in turns: what a change costs or gains
+over HTTP.
 
-    python -m bench.two_trees --old FOLDER --new FOLDER --output FILE [--model FOLDER] [--rounds 5] [--streams 1,8,32] [-- SERVE_OPTIONS]
+    python -m bench.two_trees --old FOLDER --new FOLDER --output FILE [--model FOLDER] [--rounds 5]
+    [--streams 1,8,32] [-- SERVE_OPTIONS]
 
 Three kinds of requests are measured: plain completions, chat, and completions bound by a JSON
 schema. Both servers run at the same time, and each case is sent to one after the other, in
-alternating order, so the machine's drift reaches both. Figures are output tokens per second, medians
-over the rounds, and the median of the rounds' ratios new / old, and memory; bench.start_up measures
-starts. Each checkout needs its compiled kernels; both run in this Python environment.
+alternating order, so the machine's drift reaches both. Figures are output tokens per second,
+medians over the rounds, and the median of the rounds' ratios new / old, and memory; bench.start_up
+measures starts. Each checkout needs its compiled kernels; both run in this Python environment.
 """
 
 import argparse
@@ -33,7 +35,10 @@ SCHEMA = {
         "name": {"type": "string"},
         "age": {"type": "integer"},
         "tags": {"type": "array", "items": {"type": "string"}},
-        "address": {"type": "object", "properties": {"street": {"type": "string"}, "number": {"type": "integer"}}},
+        "address": {
+            "type": "object",
+            "properties": {"street": {"type": "string"}, "number": {"type": "integer"}},
+        },
     },
     "required": ["name", "age", "tags", "address"],
 }
@@ -41,10 +46,18 @@ SCHEMA = {
 
 def body(kind: str, number: int) -> tuple[str, dict[str, Any]]:
     """Path and body of a streamed request of one kind; requests differ by their number."""
-    common: dict[str, Any] = {"max_tokens": OUTPUT_TOKENS, "temperature": 0.8, "seed": number, "stream": True}
+    common: dict[str, Any] = {
+        "max_tokens": OUTPUT_TOKENS,
+        "temperature": 0.8,
+        "seed": number,
+        "stream": True,
+    }
     common |= {"stream_options": {"include_usage": True}}
     if kind == "chat":
-        return "/v1/chat/completions", common | {"messages": [{"role": "user", "content": f"Write function {number}."}], "ignore_eos": True}
+        return "/v1/chat/completions", common | {
+            "messages": [{"role": "user", "content": f"Write function {number}."}],
+            "ignore_eos": True,
+        }
     prompt = {"prompt": f"def function_{number}(self):"}
     if kind == "json":
         wrapped = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
@@ -61,7 +74,14 @@ class Server:
         command += ["--server.lb_grace", "0", *named, *options]
         began = time.perf_counter()
         environment = os.environ | {"PYTHONPATH": str(tree.resolve())}
-        self.process = subprocess.Popen(command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self.process = subprocess.Popen(
+            command,
+            cwd=tree,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
         assert self.process.stdout is not None
         port = served_port(self.process.stdout.readline())
         if port is None:
@@ -77,9 +97,13 @@ class Server:
         return pids
 
     def memory(self) -> dict[int, float]:
-        """MB of the proportional set size of each process: pages that processes share count once."""
+        """MB of the proportional set size of each process: pages that processes share count
+        once.
+        """
         files = {pid: Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in self.processes()}
-        sizes = {pid: re.findall(r"^Pss:\s+(\d+)", text, re.MULTILINE) for pid, text in files.items()}
+        sizes = {
+            pid: re.findall(r"^Pss:\s+(\d+)", text, re.MULTILINE) for pid, text in files.items()
+        }
         return {pid: sum(map(int, found)) / 1024 for pid, found in sizes.items()}
 
     def megabytes(self) -> float:
@@ -92,9 +116,14 @@ class Server:
 
 
 async def tokens(port: int, path: str, values: dict[str, Any]) -> int:
-    """Sends one request, reads its stream to the end, and returns the number of its output tokens."""
+    """Sends one request, reads its stream to the end, and returns the number of its output
+    tokens.
+    """
     data = json.dumps(values).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
+        f"application/json\r\ncontent-length: {len(data)}\r\n"
+    )
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(f"{head}connection: close\r\n\r\n".encode() + data)
     answer = await reader.read(-1)
@@ -106,10 +135,14 @@ async def tokens(port: int, path: str, values: dict[str, Any]) -> int:
 
 
 async def rate(port: int, kind: str, streams: int, first: int) -> float:
-    """Output tokens per second of so many clients, each of which sends its requests one after the other."""
+    """Output tokens per second of so many clients, each of which sends its requests one after the
+    other.
+    """
 
     async def client(index: int) -> int:
-        numbers = range(first + index * REQUESTS_PER_STREAM, first + (index + 1) * REQUESTS_PER_STREAM)
+        numbers = range(
+            first + index * REQUESTS_PER_STREAM, first + (index + 1) * REQUESTS_PER_STREAM
+        )
         return sum([await tokens(port, *body(kind, number)) for number in numbers])
 
     began = time.perf_counter()
@@ -118,14 +151,22 @@ async def rate(port: int, kind: str, streams: int, first: int) -> float:
 
 
 def arguments() -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(prog="python -m bench.two_trees", description="two checkouts' servers in turns")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.two_trees", description="two checkouts' servers in turns"
+    )
     parser.add_argument("--old", type=Path, required=True, help="checkout to compare with")
     parser.add_argument("--new", type=Path, required=True, help="checkout that is judged")
     parser.add_argument("--output", type=Path, required=True, help="JSON file for the result")
     parser.add_argument("--model", type=Path, help="checkpoint folder; default: the embedded model")
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each case on each server")
-    parser.add_argument("--streams", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32])
-    parser.add_argument("--kinds", type=lambda text: text.split(","), default=["plain", "chat", "json"])
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="measurements of each case on each server"
+    )
+    parser.add_argument(
+        "--streams", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32]
+    )
+    parser.add_argument(
+        "--kinds", type=lambda text: text.split(","), default=["plain", "chat", "json"]
+    )
     return parsed(parser)
 
 
@@ -138,13 +179,17 @@ def parsed(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[st
 def measure(options: argparse.Namespace, servers: dict[str, Server]) -> list[dict[str, Any]]:
     """The rates of every case on both servers."""
     cases = [(kind, streams) for kind in options.kinds for streams in options.streams]
-    results: list[dict[str, Any]] = [{"kind": kind, "streams": streams, "old": [], "new": []} for kind, streams in cases]
+    results: list[dict[str, Any]] = [
+        {"kind": kind, "streams": streams, "old": [], "new": []} for kind, streams in cases
+    ]
     with progress() as bar:
         task = bar.add_task("rounds", total=(options.rounds + 1) * len(cases))
         for number in range(options.rounds + 1):
             for result in results:
                 for name in ("old", "new") if number % 2 else ("new", "old"):
-                    found = asyncio.run(rate(servers[name].port, result["kind"], result["streams"], 1000 * number))
+                    found = asyncio.run(
+                        rate(servers[name].port, result["kind"], result["streams"], 1000 * number)
+                    )
                     if number:  # The first round warms up.
                         result[name].append(found)
                 bar.advance(task)
@@ -165,9 +210,13 @@ def main() -> None:
     options.output.write_text(json.dumps(report))
     rows = [["memory, MB", *[f"{memory[name]:.0f}" for name in trees], ""]]
     for result in results:
-        ratio = statistics.median(new / old for old, new in zip(result["old"], result["new"], strict=True))
+        ratio = statistics.median(
+            new / old for old, new in zip(result["old"], result["new"], strict=True)
+        )
         medians = [f"{statistics.median(result[name]):.0f}" for name in trees]
-        rows.append([f"{result['kind']}, {result['streams']} streams, tokens/s", *medians, f"{ratio:.3f}"])
+        rows.append(
+            [f"{result['kind']}, {result['streams']} streams, tokens/s", *medians, f"{ratio:.3f}"]
+        )
     show(["case", "old", "new", "new / old"], rows)
 
 

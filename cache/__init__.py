@@ -1,1 +1,3 @@
-"""The paged one-head KV cache: its memory, page ownership and prefix cache. Imports no other package of this repository."""
+"""The paged one-head KV cache: its memory, page ownership and prefix cache. Imports no other
+package of this repository.
+"""

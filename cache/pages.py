@@ -1,8 +1,9 @@
 """PageAllocator: the pages of the KV cache, each free, cached or owned by a number of sequences.
 
-An unowned page is free, or cached: its contents are kept for reuse until the page is needed. Free pages are allocated first, then cached
-ones in the order in which they were released (LRU). Invariant: free + cached + owned == total, and a page is free or cached exactly when
-it has no owner. It knows nothing of tokens, tensors or bytes; a page is a number.
+An unowned page is free, or cached: its contents are kept for reuse until the page is needed. Free
+pages are allocated first, then cached ones in the order in which they were released (LRU).
+Invariant: free + cached + owned == total, and a page is free or cached exactly when it has no
+owner. It knows nothing of tokens, tensors or bytes; a page is a number.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,7 +14,9 @@ class OutOfPages(Exception):
 
 
 class PageAllocator:
-    """Allocates page numbers 0 .. num_pages - 1. A page may have several owners. `on_evict` is called for each cached page it reuses."""
+    """Allocates page numbers 0 .. num_pages - 1. A page may have several owners. `on_evict` is
+    called for each cached page it reuses.
+    """
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 1:
@@ -21,7 +24,8 @@ class PageAllocator:
         self.num_pages = num_pages
         self.on_evict: Callable[[int], None] = lambda page: None
         self.kept = bytearray(num_pages)
-        """1 for each page, owned or cached, whose contents are to be cached when it has no owner."""
+        """1 for each page, owned or cached, whose contents are to be cached when it has no
+        owner."""
         self._free = list(range(num_pages - 1, -1, -1))
         self.cached: dict[int, None] = {}
         """Pages without an owner whose contents are kept, ordered by when they were released."""
@@ -46,7 +50,9 @@ class PageAllocator:
     def allocate(self, count: int) -> list[int]:
         """Takes `count` pages, each with one owner. Raises OutOfPages, and then takes none."""
         if count > self.num_available:
-            raise OutOfPages(f"{count} pages asked for, {self.num_available} of {self.num_pages} can be had")
+            raise OutOfPages(
+                f"{count} pages asked for, {self.num_available} of {self.num_pages} can be had"
+            )
         taken = [self._free.pop() if self._free else self._evict() for _ in range(count)]
         for page in taken:
             self.owners[page] = 1
@@ -60,7 +66,9 @@ class PageAllocator:
         return page
 
     def keep(self, page: int) -> None:
-        """Caches this owned page once its last owner releases it. Raises ValueError for a page without an owner."""
+        """Caches this owned page once its last owner releases it. Raises ValueError for a page
+        without an owner.
+        """
         if self.owners[page] < 1:
             raise ValueError(f"page {page} has no owner, and may hold anything")
         self.kept[page] = 1
@@ -73,7 +81,9 @@ class PageAllocator:
             self._free.append(page)
 
     def share(self, pages: Iterable[int]) -> None:
-        """Adds an owner to each of these owned or cached pages. Raises ValueError for a free one."""
+        """Adds an owner to each of these owned or cached pages. Raises ValueError for a free
+        one.
+        """
         for page in pages:
             if page in self.cached:
                 del self.cached[page]
@@ -82,8 +92,8 @@ class PageAllocator:
             self.owners[page] += 1
 
     def release(self, pages: Iterable[int]) -> list[int]:
-        """Takes one owner from each of these pages and returns those that are free now. Of cached pages the first are reused first.
-        Raises ValueError for a page without an owner.
+        """Takes one owner from each of these pages and returns those that are free now. Of cached
+        pages the first are reused first. Raises ValueError for a page without an owner.
         """
         freed = []
         for page in pages:
@@ -109,7 +119,9 @@ class PageAllocator:
         unowned = {page for page, owners in enumerate(self.owners) if owners == 0}
         if unowned != {*self._free, *self.cached} or not self.cached.keys().isdisjoint(self._free):
             wrong = sorted(unowned ^ {*self._free, *self.cached})
-            problems.append(f"pages {wrong} are owned, cached or free, but not exactly one of these")
+            problems.append(
+                f"pages {wrong} are owned, cached or free, but not exactly one of these"
+            )
         if self.cached.keys() != {page for page in unowned if self.kept[page]}:
             problems.append("a page is cached and not worth keeping, or the other way round")
         return problems

@@ -1,10 +1,14 @@
-"""KVPool: the memory of the pages. K and V are each one tensor [layer of the page, page, slot, columns]: one head, so no head axis.
+"""KVPool: the memory of the pages. K and V are each one tensor [layer of the page, page, slot,
+columns]: one head, so no head axis.
 
-Where the value is the first columns of the key (latent attention), V is a view of K and takes no memory. Invariant: a page takes
-`bytes_per_page` and nothing else is allocated. It knows nothing of page ownership. A backend that does not use `write` may lay out a page's
-numbers in its own way. float8_e4m3fn is stored without a scale: its range is wider than that of keys and values (docs/why.md#fp8).
+Where the value is the first columns of the key (latent attention), V is a view of K and takes no
+memory. Invariant: a page takes `bytes_per_page` and nothing else is allocated. It knows nothing of
+page ownership. A backend that does not use `write` may lay out a page's numbers in its own way.
+float8_e4m3fn is stored without a scale: its range is wider than that of keys and values
+(docs/why.md#fp8).
 
-Shape letters: L layers of a page, P pages, S slots of a page, N slots of all pages, d columns of a key, v of a value, T tokens.
+Shape letters: L layers of a page, P pages, S slots of a page, N slots of all pages, d columns of a
+key, v of a value, T tokens.
 """
 
 from dataclasses import dataclass
@@ -19,9 +23,16 @@ from cache.layout import CacheLayout
 FLOAT8 = torch.float8_e4m3fn
 
 
-def bytes_per_page(layout: CacheLayout, key_dim: int, value_dim: int, value_in_key: bool, itemsize: int) -> int:
+def bytes_per_page(
+    layout: CacheLayout, key_dim: int, value_dim: int, value_in_key: bool, itemsize: int
+) -> int:
     """Bytes of one page."""
-    return layout.layers_per_page * layout.page_size * (key_dim + (0 if value_in_key else value_dim)) * itemsize
+    return (
+        layout.layers_per_page
+        * layout.page_size
+        * (key_dim + (0 if value_in_key else value_dim))
+        * itemsize
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +43,8 @@ class KVPool:
     keys_LPSd: Tensor
     values_LPSv: Tensor
     compute_dtype: torch.dtype
-    """The dtype of keys and values as they are written, and of queries; the stored dtype may be narrower."""
+    """The dtype of keys and values as they are written, and of queries; the stored dtype may be
+    narrower."""
 
     @classmethod
     def allocate(
@@ -47,8 +59,9 @@ class KVPool:
         value_in_key: bool = False,
         stored_as: torch.dtype | None = None,
     ) -> "KVPool":
-        """A zeroed pool for numbers of `dtype`, stored as `stored_as` if that is given. Zeroed because attention multiplies masked slots by
-        0, so a slot that was never written must not hold a NaN.
+        """A zeroed pool for numbers of `dtype`, stored as `stored_as` if that is given. Zeroed
+        because attention multiplies masked slots by 0, so a slot that was never written must not
+        hold a NaN.
         """
         stored_as = stored_as or dtype
         shape = (layout.layers_per_page, num_pages, layout.page_size)
@@ -72,7 +85,9 @@ class KVPool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes allocated. On a CPU the system provides each page of memory only when it is first written to."""
+        """Bytes allocated. On a CPU the system provides each page of memory only when it is first
+        written to.
+        """
         return self.keys_LPSd.nbytes + (0 if self.value_in_key else self.values_LPSv.nbytes)
 
     def clear(self, pages: Tensor) -> None:
@@ -95,7 +110,9 @@ class KVPool:
 
 
 def in_float8(x: Tensor) -> Tensor:
-    """x in float8_e4m3fn: saturated at its largest number, but infinities become NaN, so that a numerical error stays visible."""
+    """x in float8_e4m3fn: saturated at its largest number, but infinities become NaN, so that a
+    numerical error stays visible.
+    """
     largest = torch.finfo(FLOAT8).max
     return torch.where(x.isfinite(), x.clamp(-largest, largest), torch.nan).to(FLOAT8)
 
@@ -108,10 +125,16 @@ def _put(pages_PSd: Tensor, slots_T: Tensor, x_Td: Tensor) -> None:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros. On a CPU by numpy, whose memory is provided when first written to; torch.zeros would write, and so take, all of it at once."""
+    """Zeros. On a CPU by numpy, whose memory is provided when first written to; torch.zeros would
+    write, and so take, all of it at once.
+    """
     if device.type != "cpu":
         return torch.zeros(*shape, dtype=dtype, device=device)
     try:
-        return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+        return (
+            torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, np.uint8))
+            .view(dtype)
+            .view(shape)
+        )
     except (MemoryError, ValueError) as error:  # numpy's errors for too large an array.
         raise MemoryError(f"{prod(shape) * dtype.itemsize} bytes cannot be had") from error

@@ -1,9 +1,11 @@
-"""PrefixCache: full pages of computed tokens, shared by all sequences that begin with the same tokens.
+"""PrefixCache: full pages of computed tokens, shared by all sequences that begin with the same
+tokens.
 
-The contents of a page depend only on its tokens and all tokens before them. A page is therefore identified by a hash of the previous page's
-hash and its own tokens (as in vLLM's automatic prefix caching); the first page's hash includes a salt, so that sequences of different
-salts share nothing. Invariant: exactly the pages in it are kept by the allocator, and they hold what their hash says; the tokens themselves
-are compared on a hit. It knows nothing of sequences and tensors.
+The contents of a page depend only on its tokens and all tokens before them. A page is therefore
+identified by a hash of the previous page's hash and its own tokens (as in vLLM's automatic prefix
+caching); the first page's hash includes a salt, so that sequences of different salts share nothing.
+Invariant: exactly the pages in it are kept by the allocator, and they hold what their hash says;
+the tokens themselves are compared on a hit. It knows nothing of sequences and tensors.
 """
 
 import hashlib
@@ -44,23 +46,29 @@ class Chain:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """The pages of a link: for each layer group, one for each of its stacks; DROPPED for a page that has been evicted."""
+    """The pages of a link: for each layer group, one for each of its stacks; DROPPED for a page
+    that has been evicted.
+    """
 
     link: Link
     pages: list[int]
 
 
 class PrefixCache:
-    """Blocks by hash. It owns no page: it marks pages to be kept, and the allocator reports each one that it evicts."""
+    """Blocks by hash. It owns no page: it marks pages to be kept, and the allocator reports each
+    one that it evicts.
+    """
 
     def __init__(self, allocator: PageAllocator, layout: CacheLayout) -> None:
         self._allocator = allocator
         self._layout = layout
         self.blocks: dict[bytes, Block] = {}
-        """By the hash of their tokens and of all before them; each is findable, though pages of it may have been evicted."""
+        """By the hash of their tokens and of all before them; each is findable, though pages of it
+        may have been evicted."""
         self._block_of: dict[int, Block] = {}
         self.on_change: Callable[[Link | bytes], object] = lambda change: None
-        """Called with the link of each block that is added, and with the hash of each that is removed."""
+        """Called with the link of each block that is added, and with the hash of each that is
+        removed."""
         allocator.on_evict = self._evicted
 
     def match(self, links: Sequence[Link]) -> list[Block]:
@@ -72,7 +80,8 @@ class PrefixCache:
             if block is None or block.link.tokens != link.tokens:
                 break
             found.append(block)
-            # The last block with an evicted page of a group: tokens that attend to it cannot be computed.
+            # The last block with an evicted page of a group: tokens that attend to it cannot be
+            # computed.
             for number, (_, pages) in enumerate(self._by_group([block])):
                 if DROPPED in pages:
                     gaps[number] = len(found) - 1
@@ -94,7 +103,9 @@ class PrefixCache:
         return group.first_seen(num_blocks * self._layout.page_size) // self._layout.page_size
 
     def prefix(self, blocks: list[Block]) -> tuple[list[int], ...]:
-        """The pages of matched blocks, as PageTable.share takes them. Pages to which later tokens do not attend are left out."""
+        """The pages of matched blocks, as PageTable.share takes them. Pages to which later tokens
+        do not attend are left out.
+        """
         found = []
         for group, pages in self._by_group(blocks):
             first = self._first_seen(group, len(blocks)) * group.num_stacks
@@ -102,8 +113,9 @@ class PrefixCache:
         return tuple(found)
 
     def publish(self, link: Link, table: PageTable, index: int) -> Block | None:
-        """Adds the pages of block `index` of a table, whose tokens have all been computed. A block in the cache that has lost pages is
-        replaced if this one has all. Returns None if nothing was added.
+        """Adds the pages of block `index` of a table, whose tokens have all been computed. A block
+        in the cache that has lost pages is replaced if this one has all. Returns None if nothing
+        was added.
         """
         old = self.blocks.get(link.name)
         pages = table.block(index)
@@ -132,7 +144,8 @@ class PrefixCache:
         block = self._block_of.pop(page)
         place = block.pages.index(page)
         block.pages[place] = DROPPED
-        # A block is useless without a page to which every later token attends, and when no page is left.
+        # A block is useless without a page to which every later token attends, and when no page is
+        # left.
         if self._group_at(place).window is None or all(other == DROPPED for other in block.pages):
             self.retract(block)
 
@@ -141,7 +154,15 @@ class PrefixCache:
 
     def integrity(self) -> list[str]:
         """What is inconsistent, in words; empty when all is well."""
-        listed = {page: block for block in self.blocks.values() for page in block.pages if page != DROPPED}
-        if listed != self._block_of or listed.keys() != {page for page, kept in enumerate(self._allocator.kept) if kept}:
+        listed = {
+            page: block for block in self.blocks.values() for page in block.pages if page != DROPPED
+        }
+        if listed != self._block_of or listed.keys() != {
+            page for page, kept in enumerate(self._allocator.kept) if kept
+        }:
             return ["the pages in the prefix cache and those that the allocator keeps differ"]
-        return ["a block in the prefix cache has no pages"] if any(set(block.pages) == {DROPPED} for block in self.blocks.values()) else []
+        return (
+            ["a block in the prefix cache has no pages"]
+            if any(set(block.pages) == {DROPPED} for block in self.blocks.values())
+            else []
+        )

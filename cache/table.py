@@ -1,6 +1,7 @@
 """PageTable: the pages of one sequence, in order of position, and the slot of each position.
 
-Invariant: it owns exactly the pages it lists, once each, until it drops or releases them. It knows nothing of slot contents.
+Invariant: it owns exactly the pages it lists, once each, until it drops or releases them. It knows
+nothing of slot contents.
 """
 
 from array import array
@@ -20,7 +21,8 @@ GroupPages: TypeAlias = "array[int]"
 class PageTable:
     """The pages of one sequence, for each group of layers.
 
-    Position p of stack j lies in slot `page * page_size + p % page_size` of the page at (p // page_size) * num_stacks + j.
+    Position p of stack j lies in slot `page * page_size + p % page_size` of the page at (p //
+    page_size) * num_stacks + j.
     """
 
     def __init__(self, allocator: PageAllocator, layout: CacheLayout) -> None:
@@ -36,26 +38,38 @@ class PageTable:
         return [page for page in chain(*self.pages) if page != DROPPED]
 
     def missing(self, num_tokens: int, end: int) -> int:
-        """Pages to allocate so that `num_tokens` tokens have slots; in layers with a window only the tokens before `end`, the position
-        after the last token that the next step computes.
+        """Pages to allocate so that `num_tokens` tokens have slots; in layers with a window only
+        the tokens before `end`, the position after the last token that the next step computes.
         """
         if num_tokens <= self.room:
             return 0
         counts = (self._goal(group, num_tokens, end) for group in self._layout.groups)
-        return sum(max(0, count - len(pages)) for count, pages in zip(counts, self.pages, strict=True))
+        return sum(
+            max(0, count - len(pages)) for count, pages in zip(counts, self.pages, strict=True)
+        )
 
     def _goal(self, group: LayerGroup, num_tokens: int, end: int) -> int:
-        return pages_for(num_tokens if group.window is None else end, self._layout.page_size) * group.num_stacks
+        return (
+            pages_for(num_tokens if group.window is None else end, self._layout.page_size)
+            * group.num_stacks
+        )
 
     def grow(self, num_tokens: int, end: int) -> None:
-        """Allocates the pages that `missing` counts. Raises OutOfPages, and then changes nothing."""
+        """Allocates the pages that `missing` counts. Raises OutOfPages, and then changes
+        nothing.
+        """
         taken = iter(self._allocator.allocate(self.missing(num_tokens, end)))
         for group, pages in zip(self._layout.groups, self.pages, strict=True):
-            pages.extend(next(taken) for _ in range(self._goal(group, num_tokens, end) - len(pages)))
+            pages.extend(
+                next(taken) for _ in range(self._goal(group, num_tokens, end) - len(pages))
+            )
         self._measure()
 
     def _measure(self) -> None:
-        counts = (len(pages) // group.num_stacks for group, pages in zip(self._layout.groups, self.pages, strict=True))
+        counts = (
+            len(pages) // group.num_stacks
+            for group, pages in zip(self._layout.groups, self.pages, strict=True)
+        )
         self.room = min(counts) * self._layout.page_size
 
     def drop(self, position: int) -> None:
@@ -77,14 +91,18 @@ class PageTable:
         self._measure()
 
     def block(self, index: int) -> list[int]:
-        """The pages of block `index`: for each group, one for each stack; DROPPED for pages that were released."""
+        """The pages of block `index`: for each group, one for each stack; DROPPED for pages that
+        were released.
+        """
         pages: list[int] = []
         for group, all_pages in zip(self._layout.groups, self.pages, strict=True):
             pages += all_pages[index * group.num_stacks : (index + 1) * group.num_stacks]
         return pages
 
     def share(self, prefix: tuple[list[int], ...]) -> None:
-        """Starts an empty table with shared pages, which are never written to. Raises ValueError if the table has pages."""
+        """Starts an empty table with shared pages, which are never written to. Raises ValueError if
+        the table has pages.
+        """
         if any(self.pages):
             raise ValueError(f"a table of {len(self.owned)} pages cannot begin with others")
         self._allocator.share(page for page in chain(*prefix) if page != DROPPED)
@@ -93,7 +111,9 @@ class PageTable:
         self._measure()
 
     def release(self) -> list[int]:
-        """Releases every page and returns those that are free now. Calling it again does nothing."""
+        """Releases every page and returns those that are free now. Calling it again does
+        nothing.
+        """
         owned = self.owned
         for pages in self.pages:
             del pages[:]

@@ -1,1 +1,3 @@
-"""The `onehead` command and its subcommands other than `serve`. May import every package; nothing imports it."""
+"""The `onehead` command and its subcommands other than `serve`. May import every package; nothing
+imports it.
+"""

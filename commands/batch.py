@@ -1,7 +1,9 @@
-"""`onehead batch IN OUT`: a file of requests to a file of answers, without a server, in OpenAI's batch format.
+"""`onehead batch IN OUT`: a file of requests to a file of answers, without a server, in OpenAI's
+batch format.
 
-Answers are kept in OUT.partial as they come, so a run that was killed goes on where it stopped; OUT appears when the last is there, in
-the order of IN. Invariant: every line of IN has exactly one line in OUT, and one model has made all of them.
+Answers are kept in OUT.partial as they come, so a run that was killed goes on where it stopped; OUT
+appears when the last is there, in the order of IN. Invariant: every line of IN has exactly one line
+in OUT, and one model has made all of them.
 """
 
 import asyncio
@@ -27,7 +29,15 @@ from rich.table import Table
 
 from commands.progress import progress
 from server.config import EngineSettings, ServerSection
-from server.errors import EngineGaveUp, MalformedBody, Overloaded, RequestError, ResourceError, Unavailable, UsageError
+from server.errors import (
+    EngineGaveUp,
+    MalformedBody,
+    Overloaded,
+    RequestError,
+    ResourceError,
+    Unavailable,
+    UsageError,
+)
 from server.generation.engine_client import EngineClient
 from server.generation.generation import Generation
 from server.http.answer import Answers
@@ -50,17 +60,21 @@ CUT = "cut at max_tokens, or at the end of the context"
 class BatchSettings(EngineSettings):
     """onehead batch: answer a file of requests, in OpenAI's batch format.
 
-    Exit status 1: OUTPUT is whole, and requests in it were refused or failed; those that were cut at
-    max_tokens are counted at the end. A run that was stopped is resumed by the same command.
+    Exit status 1: OUTPUT is whole, and requests in it were refused or failed; those that were cut
+    at max_tokens are counted at the end. A run that was stopped is resumed by the same command.
     """
 
-    input: CliPositionalArg[Path] = Field(description="requests, one JSON object a line: custom_id, method, url, body")
+    input: CliPositionalArg[Path] = Field(
+        description="requests, one JSON object a line: custom_id, method, url, body"
+    )
     output: CliPositionalArg[Path] = Field(description="answers, in the same order")
     overwrite: CliImplicitFlag[bool] = Field(
         False,
         description="replace an OUTPUT that holds something else than answers to INPUT",
     )
-    recovery_timeout: Seconds = Field(600.0, description="seconds that requests wait for an engine that is replaced")
+    recovery_timeout: Seconds = Field(
+        600.0, description="seconds that requests wait for an engine that is replaced"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +94,8 @@ class Line:
 
 def check_files(settings: BatchSettings) -> list[Line]:
     """The requests. Raises UsageError for a file that holds none; and, before it opens any, where a
-    file that the run writes is the file of requests, by whatever path or link, or cannot be written;
-    and for an output that holds something else.
+    file that the run writes is the file of requests, by whatever path or link, or cannot be
+    written; and for an output that holds something else.
     """
     source, output = settings.input, settings.output
     try:
@@ -90,11 +104,16 @@ def check_files(settings: BatchSettings) -> list[Line]:
             raise UsageError(f"{output}: is not a file that can be written")
         for written in (target, _partial(target), _whole(target)):
             if written.exists() and source.exists() and written.samefile(source):
-                raise UsageError(f"{written}: is the file of requests, {source}, and would be overwritten; give another OUTPUT")
+                raise UsageError(
+                    f"{written}: is the file of requests, {source}, and would be overwritten; "
+                    "give another OUTPUT"
+                )
             if os.path.lexists(written) and not written.is_file():
                 raise UsageError(f"{written}: is not a file that can be written")
     except (OSError, RuntimeError) as error:  # RuntimeError: links that lead to each other.
-        raise UsageError(f"{output}: {getattr(error, 'strerror', None) or 'is a link to itself'}") from None
+        raise UsageError(
+            f"{output}: {getattr(error, 'strerror', None) or 'is a link to itself'}"
+        ) from None
     if not os.access(target.parent, os.W_OK | os.X_OK):
         raise UsageError(f"{output}: cannot be written; its folder is read-only")
     lines = read_lines(source)
@@ -161,12 +180,15 @@ def _line(where: str, text: bytes) -> Line:
 
 
 class Journal:
-    """The answers so far, in a file that survives a kill: a last line that was cut is forgotten. Each has a `maker`, the digest of what
-    answers depend on besides their requests: answers of two of them are not mixed. It is locked while it is open.
+    """The answers so far, in a file that survives a kill: a last line that was cut is forgotten.
+    Each has a `maker`, the digest of what answers depend on besides their requests: answers of two
+    of them are not mixed. It is locked while it is open.
     """
 
     def __init__(self, path: Path, lines: list[Line]) -> None:
-        """Raises UsageError for a file that another run writes, that cannot be opened, or that holds answers to other requests."""
+        """Raises UsageError for a file that another run writes, that cannot be opened, or that
+        holds answers to other requests.
+        """
         self.path = path
         self.answers: dict[str, dict[str, Any]] = {}
         self._makers: set[str] = set()
@@ -182,7 +204,10 @@ class Journal:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.seek(0)
         except BlockingIOError:
-            raise UsageError(f"{self.path}: another run of this command writes it; wait for its end, or give another OUTPUT") from None
+            raise UsageError(
+                f"{self.path}: another run of this command writes it; wait for its end, or give "
+                "another OUTPUT"
+            ) from None
         except OSError as error:
             raise UsageError(f"{self.path}: {error.strerror}") from None
         return file
@@ -199,31 +224,45 @@ class Journal:
             if not text.endswith(b"\n"):
                 break
             if digest not in wanted:
-                raise UsageError(f"{self.path}: holds answers to other requests; remove it to begin anew")
+                raise UsageError(
+                    f"{self.path}: holds answers to other requests; remove it to begin anew"
+                )
             whole += len(text)
             self.answers[digest] = answer
             self._makers.add(maker)
         return whole
 
     def begin(self, maker: str) -> None:
-        """Says who makes the answers from now on. Raises UsageError where another made those so far."""
+        """Says who makes the answers from now on. Raises UsageError where another made those so
+        far.
+        """
         if self._makers - {maker}:
             what = "answers of another model, of other options or of another version"
-            raise UsageError(f"{self.path}: holds {what}; go on with those, or remove it to begin anew")
+            raise UsageError(
+                f"{self.path}: holds {what}; go on with those, or remove it to begin anew"
+            )
         self.maker = maker
 
     def add(self, line: Line, answer: dict[str, Any]) -> None:
         """Keeps one answer. Raises ResourceError."""
-        data = json.dumps({"digest": line.digest, "maker": self.maker, "answer": answer}).encode() + b"\n"
+        data = (
+            json.dumps({"digest": line.digest, "maker": self.maker, "answer": answer}).encode()
+            + b"\n"
+        )
         try:
             if self._file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            raise ResourceError(f"{self.path}: {error.strerror}; the answers so far are kept, and the same command goes on") from None
+            raise ResourceError(
+                f"{self.path}: {error.strerror}; the answers so far are kept, and the same "
+                "command goes on"
+            ) from None
         self.answers[line.digest] = answer
 
     def finish(self, output: Path, lines: list[Line]) -> None:
-        """Writes every answer to `output`, in order, and removes the journal. Raises ResourceError."""
+        """Writes every answer to `output`, in order, and removes the journal. Raises
+        ResourceError.
+        """
         whole = _whole(output)
         try:
             with whole.open("w", encoding="utf-8") as file:
@@ -232,7 +271,9 @@ class Journal:
             os.replace(whole, output)
             self.path.unlink()
         except OSError as error:
-            raise ResourceError(f"{whole}: {error.strerror}; the answers are kept, and the same command writes them") from None
+            raise ResourceError(
+                f"{whole}: {error.strerror}; the answers are kept, and the same command writes them"
+            ) from None
 
     def close(self) -> None:
         """Unlocks the file, and removes it if it holds nothing."""
@@ -244,21 +285,39 @@ class Journal:
 def _maker(generation: Generation) -> str:
     """A digest of what answers depend on besides their requests."""
     ready, files = generation.ready, generation.codec.files
-    made_by = ready.digest, generation.fingerprint, ready.deterministic, ready.max_context, generation.end_token_ids
-    of_chats = files.chat_template, files.special_token("bos_token"), files.special_token("eos_token"), files.sampling_defaults
+    made_by = (
+        ready.digest,
+        generation.fingerprint,
+        ready.deterministic,
+        ready.max_context,
+        generation.end_token_ids,
+    )
+    of_chats = (
+        files.chat_template,
+        files.special_token("bos_token"),
+        files.special_token("eos_token"),
+        files.sampling_defaults,
+    )
     return hashlib.sha256(repr((made_by, of_chats)).encode()).hexdigest()
 
 
 async def answer(routes: OpenAIRoutes, client: EngineClient, line: Line) -> dict[str, Any]:
-    """OpenAI's line for one request, whatever came of it. Raises OneheadError where the engine is gone: that answers no request."""
+    """OpenAI's line for one request, whatever came of it. Raises OneheadError where the engine is
+    gone: that answers no request.
+    """
     while True:
         try:
-            status, body = 200, await routes.response_without_http(line.url, line.body, "onehead batch")
+            status, body = (
+                200,
+                await routes.response_without_http(line.url, line.body, "onehead batch"),
+            )
         except (Overloaded, Unavailable) as error:
             client.raise_if_over()
             if client.supervisor.recovery_overdue:
                 reason = error.message.removesuffix("; try again later")
-                raise EngineGaveUp(f"{reason}; the answers so far are kept, and the same command goes on") from None
+                raise EngineGaveUp(
+                    f"{reason}; the answers so far are kept, and the same command goes on"
+                ) from None
             await asyncio.sleep(error.retry_after or 1)
             continue
         except RequestError as error:
@@ -268,8 +327,9 @@ async def answer(routes: OpenAIRoutes, client: EngineClient, line: Line) -> dict
 
 
 async def batch(settings: BatchSettings, lines: list[Line]) -> int:
-    """Answers every line that has no answer yet; the exit status, which is 1 where requests were refused or failed. Raises UsageError for
-    a journal that cannot be used, and other errors of the tree where requests have no answer: the answers that there are stay in it.
+    """Answers every line that has no answer yet; the exit status, which is 1 where requests were
+    refused or failed. Raises UsageError for a journal that cannot be used, and other errors of the
+    tree where requests have no answer: the answers that there are stay in it.
     """
     output = settings.output.resolve()
     with contextlib.closing(Journal(_partial(output), lines)) as journal:
@@ -282,7 +342,9 @@ async def batch(settings: BatchSettings, lines: list[Line]) -> int:
     refused = sum(response["status_code"] != 200 for response in responses)
     Console().print(_summary(responses, refused))
     if refused:
-        told = f"{refused} of {len(lines)} requests were refused or failed; {settings.output} says why"
+        told = (
+            f"{refused} of {len(lines)} requests were refused or failed; {settings.output} says why"
+        )
         print(f"onehead batch: {told}", file=sys.stderr)
     return 1 if refused else 0
 
@@ -314,7 +376,9 @@ async def _answer_all(settings: BatchSettings, lines: list[Line], journal: Journ
         # Twice as many as run, so that the next are tokenized when a place is free.
         places = asyncio.Semaphore(2 * engine.client.admission.max_running)
         with progress() as shown:
-            task = shown.add_task("answering", total=len(lines), completed=len(lines) - len(missing))
+            task = shown.add_task(
+                "answering", total=len(lines), completed=len(lines) - len(missing)
+            )
 
             async def one(line: Line) -> None:
                 async with places:

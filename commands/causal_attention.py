@@ -1,9 +1,12 @@
-"""Attention without a cache, for training and for held-out losses: sequences of one length, each causal within itself.
+"""Attention without a cache, for training and for held-out losses: sequences of one length, each
+causal within itself.
 
-Invariant: the same function of q, k and v whichever implementation computes it, up to rounding. Knows nothing of pages and of optimizers.
+Invariant: the same function of q, k and v whichever implementation computes it, up to rounding.
+Knows nothing of pages and of optimizers.
 
-Shape letters: B sequences, T tokens of a sequence, N = B * T, H query heads, h heads of K and V as given, k and v columns of a key and a
-value, R = T * H query rows of a sequence, r query rows of a block, b tokens of a block, s keys that a block sees.
+Shape letters: B sequences, T tokens of a sequence, N = B * T, H query heads, h heads of K and V as
+given, k and v columns of a key and a value, R = T * H query rows of a sequence, r query rows of a
+block, b tokens of a block, s keys that a block sees.
 """
 
 from collections.abc import Iterator
@@ -18,29 +21,48 @@ from model.layers import Rotation
 from model.spec import ModelSpec
 
 BLOCK = 128
-"""Query tokens of a block. Measured on a CPU with AVX-512: 64 is as fast, 256 slower, since its scores leave the processor's cache."""
+"""Query tokens of a block. Measured on a CPU with AVX-512: 64 is as fast, 256 slower, since its
+scores leave the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class CausalAttention:
-    """`attend` without a cache: N tokens are sequences of `length`, each causal within itself and within the layer's window."""
+    """`attend` without a cache: N tokens are sequences of `length`, each causal within itself and
+    within the layer's window.
+    """
 
     length: int
     spec: ModelSpec
 
-    def __call__(self, layer: int, q_NHk: Tensor, k_Nk: Tensor, v_Nv: Tensor, rotation: Rotation | None) -> Tensor:
+    def __call__(
+        self, layer: int, q_NHk: Tensor, k_Nk: Tensor, v_Nv: Tensor, rotation: Rotation | None
+    ) -> Tensor:
         if rotation is not None:
             q_NHk, k_Nk = rotation.both(q_NHk, k_Nk)
         window, seen_TT = self.spec.window(layer), None
         if window is not None and window < self.length:
-            seen_TT = torch.ones(self.length, self.length, dtype=torch.bool, device=q_NHk.device).tril().triu(1 - window)
+            seen_TT = (
+                torch.ones(self.length, self.length, dtype=torch.bool, device=q_NHk.device)
+                .tril()
+                .triu(1 - window)
+            )
         elif k_Nk.ndim == 2 and q_NHk.device.type == "cpu":
-            o_NHv: Tensor = OneHeadAttention.apply(q_NHk, k_Nk, v_Nv, self.length, self.spec.attention_scale)  # type: ignore[no-untyped-call]
+            o_NHv: Tensor = OneHeadAttention.apply(
+                q_NHk, k_Nk, v_Nv, self.length, self.spec.attention_scale
+            )  # type: ignore[no-untyped-call]
             return o_NHv
-        q_BHTk, k_BhTk, v_BhTv = (x.unflatten(0, (-1, self.length)).transpose(1, 2) for x in (q_NHk, _headed(k_Nk), _headed(v_Nv)))
+        q_BHTk, k_BhTk, v_BhTv = (
+            x.unflatten(0, (-1, self.length)).transpose(1, 2)
+            for x in (q_NHk, _headed(k_Nk), _headed(v_Nv))
+        )
         k_BHTk, v_BHTv = (x.expand(-1, q_BHTk.shape[1], -1, -1) for x in (k_BhTk, v_BhTv))
         o_BHTv = F.scaled_dot_product_attention(
-            q_BHTk, k_BHTk, v_BHTv, attn_mask=seen_TT, is_causal=seen_TT is None, scale=self.spec.attention_scale
+            q_BHTk,
+            k_BHTk,
+            v_BHTv,
+            attn_mask=seen_TT,
+            is_causal=seen_TT is None,
+            scale=self.spec.attention_scale,
         )
         return o_BHTv.transpose(1, 2).flatten(0, 1)
 
@@ -48,14 +70,17 @@ class CausalAttention:
 class OneHeadAttention(torch.autograd.Function):
     """Causal attention with one KV head on a CPU, block by block of query tokens.
 
-    All query heads read the same keys, so that a block's scores are one matrix product a sequence over rows (token, head), in the order in
-    which q lies in memory; PyTorch's kernel repeats K and V for each head. The blocks' probabilities are kept for the backward pass:
-    N * H * T / 2 numbers a layer.
+    All query heads read the same keys, so that a block's scores are one matrix product a sequence
+    over rows (token, head), in the order in which q lies in memory; PyTorch's kernel repeats K and
+    V for each head. The blocks' probabilities are kept for the backward pass: N * H * T / 2 numbers
+    a layer.
     """
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.bfloat16)  # type: ignore[untyped-decorator]
-    def forward(ctx: Any, q_NHk: Tensor, k_Nk: Tensor, v_Nv: Tensor, length: int, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, q_NHk: Tensor, k_Nk: Tensor, v_Nv: Tensor, length: int, scale: float
+    ) -> Tensor:
         num_heads = q_NHk.shape[1]
         q_BRk = (q_NHk * scale).view(-1, length * num_heads, q_NHk.shape[2])
         k_BTk, v_BTv = k_Nk.unflatten(0, (-1, length)), v_Nv.unflatten(0, (-1, length))
@@ -90,7 +115,13 @@ class OneHeadAttention(torch.autograd.Function):
             gq_BRk[:, rows] = gs_Brs @ k_BTk[:, :end]
             gk_BTk[:, :end] += gs_Brs.mT @ q_BRk[:, rows]
         gq_BRk *= ctx.scale
-        return gq_BRk.view(-1, num_heads, q_BRk.shape[2]), gk_BTk.flatten(0, 1).to(k_BTk), gv_BTv.flatten(0, 1).to(v_BTv), None, None
+        return (
+            gq_BRk.view(-1, num_heads, q_BRk.shape[2]),
+            gk_BTk.flatten(0, 1).to(k_BTk),
+            gv_BTv.flatten(0, 1).to(v_BTv),
+            None,
+            None,
+        )
 
 
 def _blocks(length: int) -> Iterator[tuple[int, int]]:

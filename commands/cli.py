@@ -1,4 +1,6 @@
-"""The `onehead` command. Finds the subcommand and imports what that one needs; `--help` imports no torch and nothing heavy."""
+"""The `onehead` command. Finds the subcommand and imports what that one needs; `--help` imports no
+torch and nothing heavy.
+"""
 
 import asyncio
 import logging
@@ -27,14 +29,18 @@ def _status(error: Exception) -> int:
 
 
 def _check(folder: Path) -> None:
-    """Raises CheckpointError for a folder that would be refused by its config.json, weights or not."""
+    """Raises CheckpointError for a folder that would be refused by its config.json, weights or
+    not.
+    """
     from model.checkpoint.families import read_spec
 
     read_spec(folder, warn=False)  # The engine reads the same again, and warns then.
 
 
 def _serve(argv: list[str]) -> int:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # It reads the file of keys again, which is not read yet.
+    signal.signal(
+        signal.SIGHUP, signal.SIG_IGN
+    )  # It reads the file of keys again, which is not read yet.
     from server.config import ServeSettings, load
 
     settings = load(ServeSettings, argv, "onehead serve")
@@ -51,7 +57,9 @@ def _serve(argv: list[str]) -> int:
     except REFUSALS as error:
         if settings.server.log_format == "text":
             raise
-        logging.getLogger("onehead").error("%s", one_line(error))  # As the rest of this output: JSON.
+        logging.getLogger("onehead").error(
+            "%s", one_line(error)
+        )  # As the rest of this output: JSON.
         return _status(error)
 
 
@@ -81,7 +89,9 @@ def _bench(argv: list[str]) -> int:
         from server.hub.download import resolved
 
         rest = [argument for argument in argv if argument != "--offline"]
-        return offline.bench(resolved(load(offline.OfflineSettings, rest, "onehead bench --offline"), _check))
+        return offline.bench(
+            resolved(load(offline.OfflineSettings, rest, "onehead bench --offline"), _check)
+        )
     from commands.bench.bench import BenchSettings, bench
 
     return asyncio.run(bench(load(BenchSettings, argv, "onehead bench")))
@@ -145,10 +155,16 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "serve": ("serve a checkpoint over HTTP", _serve),
     "generate": ("stream the continuation of a prompt to the terminal", _generate),
     "batch": ("answer a file of requests, in OpenAI's batch format", _batch),
-    "bench": ("put load on a running server, or an engine without one, and report rates and latencies", _bench),
+    "bench": (
+        "put load on a running server, or an engine without one, and report rates and latencies",
+        _bench,
+    ),
     "top": ("watch a running server's requests, tokens, KV cache pages and latencies", _top),
     "plan": ("what a checkpoint takes, and how many sequences fit", _plan),
-    "convert": ("make a one-head checkpoint of one with several heads, or a tokenizer.json", _convert),
+    "convert": (
+        "make a one-head checkpoint of one with several heads, or a tokenizer.json",
+        _convert,
+    ),
     "train": ("train a small checkpoint, or an existing one further", _train),
     "compare": ("multi-head against multi-query attention, in bytes and seconds", _compare),
 }
@@ -164,7 +180,8 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "onehead COMMAND --help lists the options of one; onehead --version prints the version.",
+            "onehead COMMAND --help lists the options of one; onehead --version prints "
+            "the version.",
         ]
     )
 
@@ -178,7 +195,11 @@ def _without_command(argv: list[str]) -> int:
         print(f"onehead {version('onehead')}")
     else:
         close = get_close_matches(first, COMMANDS, 1)
-        print(f"onehead: no command {first!r}; {f'did you mean {close[0]}?' if close else 'onehead --help lists all'}", file=sys.stderr)
+        print(
+            f"onehead: no command {first!r}; "
+            f"{f'did you mean {close[0]}?' if close else 'onehead --help lists all'}",
+            file=sys.stderr,
+        )
         return EXIT_USAGE
     return 0 if first else EXIT_USAGE
 
@@ -196,7 +217,8 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The program that read our output has closed it. Python would complain once more when it flushes at exit.
+        # The program that read our output has closed it. Python would complain once more when it
+        # flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
 

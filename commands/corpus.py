@@ -1,7 +1,7 @@
 """Files of text to training sequences: the split, the tokenizer, fill-in-the-middle, packing.
 
-Everything here is a pure function of the files and a seed, so a resumed run sees the data it would have seen. It knows nothing of
-models; a sequence is a row of token ids.
+Everything here is a pure function of the files and a seed, so a resumed run sees the data it would
+have seen. It knows nothing of models; a sequence is a row of token ids.
 """
 
 import hashlib
@@ -37,7 +37,8 @@ NOT_DATA = (*LICENCE_FILES, PACKAGES, "_sysconfigdata*")
 # A fill-in-the-middle piece must fit into one training sequence: about 700 tokens of source.
 FIM_PIECE_CHARS = 2200
 ENCODED_TOGETHER = 1024
-"""Texts that are tokenized at once, by all processors. The library's results take many times the memory of their ids."""
+"""Texts that are tokenized at once, by all processors. The library's results take many times the
+memory of their ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,10 @@ def read_documents(place: Path | None) -> list[Document]:
         wanted = "files of text in UTF-8, of any name, and JSON lines with a `text`"
         raise OptionError(f"data {root}: holds no text; looked for {wanted}{others}")
     size = decimal(sum(len(document.text.encode()) for document in documents))
-    print(f"read {num_files:,} file{'s' * (num_files > 1)}, {size} of text from {root}{others}", file=sys.stderr)
+    print(
+        f"read {num_files:,} file{'s' * (num_files > 1)}, {size} of text from {root}{others}",
+        file=sys.stderr,
+    )
     return documents
 
 
@@ -161,7 +165,9 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
     """A byte-level BPE with StarCoder's special tokens; digits stand alone, nothing is unknown."""
     tokenizer = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), byte_level]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -182,15 +188,24 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def fim_rate(asked: float | None, tokenizer: Tokenizer) -> float:
-    """The share of documents to rearrange: as asked, else 0.3 where the tokenizer has the marks. Raises OptionError where it must not."""
-    has_marks = all(tokenizer.token_to_id(mark) is not None for mark in (FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX))
+    """The share of documents to rearrange: as asked, else 0.3 where the tokenizer has the marks.
+    Raises OptionError where it must not.
+    """
+    has_marks = all(
+        tokenizer.token_to_id(mark) is not None for mark in (FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX)
+    )
     if asked and not has_marks:
-        raise OptionError(f"fim_rate {asked} needs the tokens {FIM_PREFIX}, {FIM_MIDDLE} and {FIM_SUFFIX}, which the tokenizer lacks")
+        raise OptionError(
+            f"fim_rate {asked} needs the tokens {FIM_PREFIX}, {FIM_MIDDLE} and {FIM_SUFFIX}, "
+            "which the tokenizer lacks"
+        )
     return (0.3 if has_marks else 0.0) if asked is None else asked
 
 
 def fim_pieces(text: str, rng: random.Random) -> Iterator[str]:
-    """`text` cut into pieces at line ends, each as prefix-suffix-middle (Bavarian et al. 2022): the middle comes last."""
+    """`text` cut into pieces at line ends, each as prefix-suffix-middle (Bavarian et al. 2022): the
+    middle comes last.
+    """
     start = 0
     while start < len(text):
         end = text.rfind("\n", start + 1, start + FIM_PIECE_CHARS) + 1 or start + FIM_PIECE_CHARS
@@ -201,26 +216,42 @@ def fim_pieces(text: str, rng: random.Random) -> Iterator[str]:
 
 
 def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a checkpoint folder. Raises CheckpointError, ConfigurationError if there is none or loading it takes too much time
-    or memory, and ResourceError if that of a GGUF file cannot be cached.
+    """The tokenizer of a checkpoint folder. Raises CheckpointError, ConfigurationError if there is
+    none or loading it takes too much time or memory, and ResourceError if that of a GGUF file
+    cannot be cached.
     """
     path = tokenizer_path(folder)
     try_checkpoint(folder)
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # The library raises bare Exception.
-        raise CheckpointError(f"{path}: expected a tokenizer that this version can read ({error})") from None
+        raise CheckpointError(
+            f"{path}: expected a tokenizer that this version can read ({error})"
+        ) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     # The post-processor adds ids that need not be in the vocabulary.
-    if (largest := max([*tokenizer.encode("").ids, *tokenizer.get_vocab(with_added_tokens=True).values()])) >= vocab_size:
-        raise CheckpointError(f"{path}: has ids up to {largest}, expected less than the vocab_size {vocab_size} of config.json")
+    if (
+        largest := max(
+            [*tokenizer.encode("").ids, *tokenizer.get_vocab(with_added_tokens=True).values()]
+        )
+    ) >= vocab_size:
+        raise CheckpointError(
+            f"{path}: has ids up to {largest}, expected less than the vocab_size {vocab_size} of "
+            "config.json"
+        )
     return tokenizer
 
 
-def token_stream(documents: list[Document], tokenizer: Tokenizer, end_ids: tuple[int, ...], fim_rate: float, seed: int) -> np.ndarray:
-    """The documents in an order drawn from `seed`, laid end to end as token ids, each opened as the tokenizer opens a text and closed
-    by the first of `end_ids`. dtype int32.
+def token_stream(
+    documents: list[Document],
+    tokenizer: Tokenizer,
+    end_ids: tuple[int, ...],
+    fim_rate: float,
+    seed: int,
+) -> np.ndarray:
+    """The documents in an order drawn from `seed`, laid end to end as token ids, each opened as the
+    tokenizer opens a text and closed by the first of `end_ids`. dtype int32.
     """
     rng = random.Random(seed)
     texts: list[str] = []
@@ -234,7 +265,9 @@ def token_stream(documents: list[Document], tokenizer: Tokenizer, end_ids: tuple
 
 
 def sequences(stream: np.ndarray, length: int, seed: int) -> np.ndarray:
-    """Rows of `length + 1` ids (inputs and shifted targets overlap), cut at an offset and shuffled by `seed`."""
+    """Rows of `length + 1` ids (inputs and shifted targets overlap), cut at an offset and shuffled
+    by `seed`.
+    """
     rng = np.random.default_rng(seed)
     offset = int(rng.integers(0, min(length, max(1, len(stream) - length - 1))))
     count = (len(stream) - offset - 1) // length

@@ -1,4 +1,6 @@
-"""Forms in which the weights of a checkpoint can be held, and their bytes, from the headers of its files or from shapes alone."""
+"""Forms in which the weights of a checkpoint can be held, and their bytes, from the headers of its
+files or from shapes alone.
+"""
 
 from collections import Counter
 from contextlib import suppress
@@ -23,15 +25,21 @@ MIXED = "mixed"
 """The form of weights that a checkpoint stores in several dtypes and block formats."""
 
 
-def stored(folder: Path, decoder: Decoder, keeps_blocks: bool) -> tuple[str, dict[str, int], Counter[str]]:
-    """The form in which a CPU holds the matrices of a checkpoint as they are stored: by the headers of its files or, where these are not
-    there, by its config.json. (its name, the bytes of all parameters where it is MIXED, matrices by the format of their blocks)
+def stored(
+    folder: Path, decoder: Decoder, keeps_blocks: bool
+) -> tuple[str, dict[str, int], Counter[str]]:
+    """The form in which a CPU holds the matrices of a checkpoint as they are stored: by the headers
+    of its files or, where these are not there, by its config.json. (its name, the bytes of all
+    parameters where it is MIXED, matrices by the format of their blocks)
     """
     found, blocks, total = set[str](), Counter[str](), 0
     with suppress(CheckpointError):
         checkpoint = Checkpoint(folder)
         check_tensors(folder, decoder, {name: checkpoint.entry(name) for name in checkpoint.files})
-        names, matrices = family_of(decoder.spec.model_type).weight_names(decoder.spec), _matrices(decoder)
+        names, matrices = (
+            family_of(decoder.spec.model_type).weight_names(decoder.spec),
+            _matrices(decoder),
+        )
         for name, parameter in decoder.named_parameters():
             if parameter not in matrices:
                 total += parameter.numel() * ITEM_BYTES["float32"]
@@ -46,7 +54,13 @@ def stored(folder: Path, decoder: Decoder, keeps_blocks: bool) -> tuple[str, dic
         return MIXED, {MIXED: total}, blocks
     config = read_json(folder / "config.json")
     configured = config.get("dtype") or config.get("torch_dtype")
-    return next(iter(found), configured if configured in ITEM_BYTES and KEY not in config else "float32"), {}, blocks
+    return (
+        next(
+            iter(found), configured if configured in ITEM_BYTES and KEY not in config else "float32"
+        ),
+        {},
+        blocks,
+    )
 
 
 def _form(held: Held, columns: int) -> tuple[str, int]:
@@ -58,35 +72,51 @@ def _form(held: Held, columns: int) -> tuple[str, int]:
     return name, columns * ITEM_BYTES[name]
 
 
-def bytes_of_more_heads(spec: ModelSpec, heads: int, form: str, dtype: str, vectors: str | None) -> int:
-    """Bytes of the rows of K's and V's projections that pooling `heads` heads into one takes away."""
+def bytes_of_more_heads(
+    spec: ModelSpec, heads: int, form: str, dtype: str, vectors: str | None
+) -> int:
+    """Bytes of the rows of K's and V's projections that pooling `heads` heads into one takes
+    away.
+    """
     rows = 2 * spec.num_layers * (heads - 1) * spec.head_dim
     bias = ITEM_BYTES[vectors or (form if form in ITEM_BYTES else dtype)] * spec.qkv_bias
     floats = form in ITEM_BYTES
-    row = spec.hidden_size * ITEM_BYTES[form] if floats else FORMATS[form].row_bytes(spec.hidden_size)
+    row = (
+        spec.hidden_size * ITEM_BYTES[form] if floats else FORMATS[form].row_bytes(spec.hidden_size)
+    )
     return rows * (row + bias)
 
 
-def weight_bytes(decoder: Decoder, dtype: str = "float32", vectors: str | None = None) -> dict[str, int]:
+def weight_bytes(
+    decoder: Decoder, dtype: str = "float32", vectors: str | None = None
+) -> dict[str, int]:
     """Bytes of all parameters of a decoder in each form that the server can hold them in; quantized
     ones beside what stays in `dtype`. What is no linear layer or table, and routers, are in
     `vectors`; if that is None, in what these are in.
     """
     matrices = _matrices(decoder)
     counted = {
-        form: sum(p.numel() * ITEM_BYTES[form if vectors is None or p in matrices else vectors] for p in decoder.parameters())
+        form: sum(
+            p.numel() * ITEM_BYTES[form if vectors is None or p in matrices else vectors]
+            for p in decoder.parameters()
+        )
         for form in ITEM_BYTES
     }
     for kind in FORMATS:
         quantized = meta_decoder(decoder.spec)
         BlockProducts(kind).replace(quantized, torch.float32)
         # Norms, biases and what is not quantized are in the server's dtype.
-        counted[kind] = sum(p.numel() * ITEM_BYTES[dtype] if p.dtype is torch.float32 else p.nbytes for p in quantized.parameters())
+        counted[kind] = sum(
+            p.numel() * ITEM_BYTES[dtype] if p.dtype is torch.float32 else p.nbytes
+            for p in quantized.parameters()
+        )
     return counted
 
 
 def _matrices(decoder: Decoder) -> set[Tensor]:
     """The weights of linear layers and tables, without routers'."""
     return {
-        module.weight for module in decoder.modules() if isinstance(module, nn.Linear | nn.Embedding) and not isinstance(module, Router)
+        module.weight
+        for module in decoder.modules()
+        if isinstance(module, nn.Linear | nn.Embedding) and not isinstance(module, Router)
     }

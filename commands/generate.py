@@ -27,20 +27,29 @@ DRAWS = {"temperature", "top_k", "top_p", "min_p", "typical_p"}
 
 
 class GenerateSettings(EngineSettings):
-    """onehead generate: stream the continuation of a prompt to the terminal, or chat with the model.
+    """onehead generate: stream the continuation of a prompt to the terminal, or chat with the
+    model.
 
     Text is sampled as the checkpoint's generation_config.json says; it is greedy where that says
     nothing. In a chat Ctrl-C ends the answer, and Ctrl-D the chat. Standard error gets the speed.
     """
 
-    prompt: CliPositionalArg[str | None] = Field(None, description="text to go on from; with --chat the first message")
+    prompt: CliPositionalArg[str | None] = Field(
+        None, description="text to go on from; with --chat the first message"
+    )
     chat: CliImplicitFlag[bool] = Field(False, description="chat, by the model's chat template")
     max_new_tokens: int | None = Field(
         None,
         ge=1,
-        description=f"most tokens to generate; default: {MAX_NEW_TOKENS}, with --chat what the context holds",
+        description=f"most tokens to generate; default: {MAX_NEW_TOKENS}, with --chat what the "
+        "context holds",
     )
-    temperature: float | None = Field(None, ge=0, le=2, description="0 takes the likeliest token each time; default: the checkpoint's")
+    temperature: float | None = Field(
+        None,
+        ge=0,
+        le=2,
+        description="0 takes the likeliest token each time; default: the checkpoint's",
+    )
     top_k: int | None = Field(
         None,
         ge=0,
@@ -50,10 +59,15 @@ class GenerateSettings(EngineSettings):
         None,
         gt=0,
         le=1,
-        description="draw from the likeliest tokens that hold this probability; default: the checkpoint's",
+        description="draw from the likeliest tokens that hold this probability; default: the "
+        "checkpoint's",
     )
-    repetition_penalty: float | None = Field(None, ge=0.01, le=10, description="1 changes nothing; default: the checkpoint's")
-    seed: int | None = Field(None, ge=0, lt=2**63, description="of the draws; default: a new one each time")
+    repetition_penalty: float | None = Field(
+        None, ge=0.01, le=10, description="1 changes nothing; default: the checkpoint's"
+    )
+    seed: int | None = Field(
+        None, ge=0, lt=2**63, description="of the draws; default: a new one each time"
+    )
     stop: str | None = Field(None, min_length=1, description="end at this text")
 
     @model_validator(mode="after")
@@ -128,10 +142,14 @@ async def _print(engine: SupervisedEngine, request: Request, texts: list[str]) -
         reservation.close()
 
 
-async def _chat(engine: SupervisedEngine, settings: GenerateSettings, sampling: protocol.Sampling) -> int:
+async def _chat(
+    engine: SupervisedEngine, settings: GenerateSettings, sampling: protocol.Sampling
+) -> int:
     """Answers each message, with those before it, to the end of the input; the exit status."""
     loop, status = asyncio.get_running_loop(), 0
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # While `input` waits it ends the chat.
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # While `input` waits it ends the chat.
     messages: list[dict[str, Any]] = []
     said = settings.prompt or _read()
     while said is not None:
@@ -141,7 +159,9 @@ async def _chat(engine: SupervisedEngine, settings: GenerateSettings, sampling: 
             try:
                 job = EncodeChat(ChatInput(messages))
                 ids = await engine.generation.tokenize(job, NAME)
-                task = asyncio.ensure_future(_print(engine, settings.request(ids, sampling), answer))
+                task = asyncio.ensure_future(
+                    _print(engine, settings.request(ids, sampling), answer)
+                )
                 loop.add_signal_handler(signal.SIGINT, task.cancel)
                 with suppress(asyncio.CancelledError):
                     await task

@@ -1,7 +1,7 @@
 """The held-out loss of a causal model, one sequence at a time.
 
-Two losses can be compared only if they were measured on the same sequences. Knows nothing of optimizers; a model is any function from token
-ids to logits.
+Two losses can be compared only if they were measured on the same sequences. Knows nothing of
+optimizers; a model is any function from token ids to logits.
 
 Shape letters: B sequences, T tokens of a sequence, U = T + 1 tokens of a row, V vocabulary.
 """
@@ -21,14 +21,19 @@ from model.spec import ModelSpec, OptionError
 
 NUM_SEQUENCES = 32
 LONGEST = 512
-"""Tokens of each sequence by which checkpoints are compared, or a checkpoint's max_positions if that is less."""
+"""Tokens of each sequence by which checkpoints are compared, or a checkpoint's max_positions if
+that is less."""
 
 Logits = Callable[[Tensor], Tensor]
 """The ids of one sequence, from position 0 -> logits_TV."""
 
 
-def held_out_rows(documents: list[corpus.Document], tokenizer: Tokenizer, end_ids: tuple[int, ...], length: int) -> np.ndarray:
-    """rows_BU, a fixed sample of the held-out documents' sequences. Raises OptionError where they are too short for one."""
+def held_out_rows(
+    documents: list[corpus.Document], tokenizer: Tokenizer, end_ids: tuple[int, ...], length: int
+) -> np.ndarray:
+    """rows_BU, a fixed sample of the held-out documents' sequences. Raises OptionError where they
+    are too short for one.
+    """
     held_out = [document for document in documents if document.held_out]
     stream = corpus.token_stream(held_out, tokenizer, end_ids, fim_rate=0.0, seed=0)
     if len(stream) <= length:
@@ -38,7 +43,9 @@ def held_out_rows(documents: list[corpus.Document], tokenizer: Tokenizer, end_id
     return corpus.sequences(stream, length, seed=0)[:NUM_SEQUENCES].astype(np.int64)
 
 
-def comparison_rows(documents: list[corpus.Document], tokenizer: Tokenizer, spec: ModelSpec) -> np.ndarray:
+def comparison_rows(
+    documents: list[corpus.Document], tokenizer: Tokenizer, spec: ModelSpec
+) -> np.ndarray:
     """The held-out rows by which checkpoints of this spec's tokens and positions are compared."""
     return held_out_rows(documents, tokenizer, spec.end_token_ids, min(LONGEST, spec.max_positions))
 
@@ -48,7 +55,9 @@ def decoder_logits(decoder: Decoder) -> Logits:
 
     def logits_of(ids_T: Tensor) -> Tensor:
         positions_T = torch.arange(len(ids_T), device=ids_T.device)
-        return decoder.logits(decoder(ids_T, positions_T, CausalAttention(len(ids_T), decoder.spec)))
+        return decoder.logits(
+            decoder(ids_T, positions_T, CausalAttention(len(ids_T), decoder.spec))
+        )
 
     return logits_of
 

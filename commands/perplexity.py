@@ -1,8 +1,10 @@
-"""Perplexity of a checkpoint on a text, in every form that its weights can be held in on this machine.
+"""Perplexity of a checkpoint on a text, in every form that its weights can be held in on this
+machine.
 
-The runner is the one that `onehead serve` uses, so what is measured is what is served: kernels, quantization and KV cache. The text's
-tokens are cut into windows that are computed one after the other; each token is scored once, given the tokens before it in its window.
-Invariant: all forms are measured on the same windows. It knows nothing of requests, schedules and HTTP.
+The runner is the one that `onehead serve` uses, so what is measured is what is served: kernels,
+quantization and KV cache. The text's tokens are cut into windows that are computed one after the
+other; each token is scored once, given the tokens before it in its window. Invariant: all forms are
+measured on the same windows. It knows nothing of requests, schedules and HTTP.
 """
 
 import math
@@ -53,17 +55,29 @@ class Measured:
 
     def as_json(self) -> dict[str, Any]:
         """One JSON object."""
-        return {"text": self.text, "tokens": self.tokens, "forms": self.perplexity, "refused": self.refused}
+        return {
+            "text": self.text,
+            "tokens": self.tokens,
+            "forms": self.perplexity,
+            "refused": self.refused,
+        }
 
 
 def measure(
-    folder: Path, spec: ModelSpec, device: str, forms: Mapping[str, tuple[str, str]], text: Path | None, progress: Progress
+    folder: Path,
+    spec: ModelSpec,
+    device: str,
+    forms: Mapping[str, tuple[str, str]],
+    text: Path | None,
+    progress: Progress,
 ) -> Measured:
-    """The perplexity of each form, given as (dtype, quantization), on a file or the built-in text. Raises CheckpointError and
-    ConfigurationError for the checkpoint, OptionError for the text.
+    """The perplexity of each form, given as (dtype, quantization), on a file or the built-in text.
+    Raises CheckpointError and ConfigurationError for the checkpoint, OptionError for the text.
     """
     length = min(WINDOW, spec.max_positions)
-    windows = windows_of(read_codec(folder, spec), built_in_text() if text is None else read_text(text), length)
+    windows = windows_of(
+        read_codec(folder, spec), built_in_text() if text is None else read_text(text), length
+    )
     measured = Measured(BUILT_IN if text is None else str(text), sum(map(num_scored, windows)))
     task = progress.add_task("perplexity", total=len(forms) * sum(map(len, windows)))
     for form, (dtype, quantization) in forms.items():
@@ -77,7 +91,9 @@ def measure(
 
 
 def built_in_text() -> str:
-    """Two texts in one, of about the same length: the language reference of this Python, and modules of its standard library."""
+    """Two texts in one, of about the same length: the language reference of this Python, and
+    modules of its standard library.
+    """
     code = [text[:CHARACTERS] for text in modules(CODE)]
     return "\n".join([language_reference()[: CHARACTERS * len(CODE)], *code])
 
@@ -94,7 +110,11 @@ def language_reference() -> str:
 def modules(names: Sequence[str]) -> list[str]:
     """The source of modules of the standard library, of those that are there."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    return [path.read_text(encoding="utf-8") for path in (folder / name for name in names) if path.is_file()]
+    return [
+        path.read_text(encoding="utf-8")
+        for path in (folder / name for name in names)
+        if path.is_file()
+    ]
 
 
 def read_text(path: Path) -> str:
@@ -108,17 +128,24 @@ def read_text(path: Path) -> str:
 
 
 def read_codec(folder: Path, spec: ModelSpec) -> TextCodec:
-    """The tokenizer of a checkpoint. Raises ConfigurationError where it cannot be loaded, CheckpointError where it has too many tokens."""
+    """The tokenizer of a checkpoint. Raises ConfigurationError where it cannot be loaded,
+    CheckpointError where it has too many tokens.
+    """
     try_checkpoint(folder)
     codec = TextCodec(folder)
     if codec.largest_id >= spec.vocab_size:
-        raise CheckpointError(f"{codec.path}: has ids up to {codec.largest_id}, expected less than the vocab_size {spec.vocab_size}")
+        raise CheckpointError(
+            f"{codec.path}: has ids up to {codec.largest_id}, expected less than the vocab_size "
+            f"{spec.vocab_size}"
+        )
     return codec
 
 
-def windows_of(codec: TextCodec, text: str, length: int, most: int | None = None) -> list[list[int]]:
-    """The text's tokens, or the first `most` of them, in windows of up to `length`, each opened as the tokenizer opens a prompt. Raises
-    OptionError for a text without two tokens.
+def windows_of(
+    codec: TextCodec, text: str, length: int, most: int | None = None
+) -> list[list[int]]:
+    """The text's tokens, or the first `most` of them, in windows of up to `length`, each opened as
+    the tokenizer opens a prompt. Raises OptionError for a text without two tokens.
     """
     ids, opening = codec.encode_bare(text)[:most], codec.opening
     step = length - len(opening)
@@ -133,20 +160,32 @@ def num_scored(window: Sequence[int]) -> int:
     return len(window) - 1
 
 
-def load(folder: Path, spec: ModelSpec, device: str, dtype: str, quantization: str, length: int) -> ModelRunner:
-    """A runner for windows of `length` tokens. Raises CheckpointError, MemoryError, and OptionError where this device has no such form."""
-    pages = CacheLayout.of(spec.num_layers, spec.windows, PAGE_SIZE).pages_per_block * pages_for(length, PAGE_SIZE)
+def load(
+    folder: Path, spec: ModelSpec, device: str, dtype: str, quantization: str, length: int
+) -> ModelRunner:
+    """A runner for windows of `length` tokens. Raises CheckpointError, MemoryError, and OptionError
+    where this device has no such form.
+    """
+    pages = CacheLayout.of(spec.num_layers, spec.windows, PAGE_SIZE).pages_per_block * pages_for(
+        length, PAGE_SIZE
+    )
     limits = 0, PAGE_SIZE, pages, None, length, 1, STEP_TOKENS
     return ModelRunner.load(folder, spec, EngineOptions(device, dtype, *limits, quantization))
 
 
-def perplexity(runner: ModelRunner, windows: Sequence[Sequence[int]], advance: Callable[[int], object]) -> float:
-    """exp of the mean negative log-likelihood of a token, in nats. `advance` is called with the number of tokens of each step."""
+def perplexity(
+    runner: ModelRunner, windows: Sequence[Sequence[int]], advance: Callable[[int], object]
+) -> float:
+    """exp of the mean negative log-likelihood of a token, in nats. `advance` is called with the
+    number of tokens of each step.
+    """
     nats = [cost for window in windows for cost in _costs(runner, window, advance)]
     return math.exp(math.fsum(nats) / len(nats))
 
 
-def _costs(runner: ModelRunner, window: Sequence[int], advance: Callable[[int], object]) -> list[float]:
+def _costs(
+    runner: ModelRunner, window: Sequence[int], advance: Callable[[int], object]
+) -> list[float]:
     """-log p of each token of a window but the first, in nats."""
     costs: list[float] = []
     pages, used = [], 0
@@ -155,7 +194,10 @@ def _costs(runner: ModelRunner, window: Sequence[int], advance: Callable[[int], 
         pages.append(array("q", range(used, used + count)))
         used += count
     for start in range(0, len(window), STEP_TOKENS):
-        tokens, targets = window[start : start + STEP_TOKENS], window[start + 1 : start + 1 + STEP_TOKENS]
+        tokens, targets = (
+            window[start : start + STEP_TOKENS],
+            window[start + 1 : start + 1 + STEP_TOKENS],
+        )
         result = runner.run(StepPlan((Row(0, tokens, start, pages, None, Scoring(0, targets, 0)),)))
         costs += [-score.logprob for score in result.scored.get(0, ())]
         advance(len(tokens))

@@ -2,7 +2,10 @@
 
 from typing import Any
 
-MISSING = "matplotlib is not installed; `.venv/bin/pip install -c constraints.txt -e '.[train]'` in onehead's checkout installs it"
+MISSING = (
+    "matplotlib is not installed; `.venv/bin/pip install -c constraints.txt -e '.[train]'` "
+    "in onehead's checkout installs it"
+)
 
 
 def load_pyplot() -> Any:

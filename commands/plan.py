@@ -1,8 +1,10 @@
-"""`onehead plan`: what a checkpoint takes and how many sequences fit, from its config.json and, where its weights are there, their headers.
-Of one with several key/value heads: what it takes as it is, beside what it takes once `onehead convert` has made them one.
+"""`onehead plan`: what a checkpoint takes and how many sequences fit, from its config.json and,
+where its weights are there, their headers. Of one with several key/value heads: what it takes as it
+is, beside what it takes once `onehead convert` has made them one.
 
-The arithmetic is the server's own: the decoder's parameters counted on shapes, the cache's layout, the share of memory that the server
-takes. Where quantization is asked for and the weights are there, it also measures perplexity. It knows no HTTP and no engine.
+The arithmetic is the server's own: the decoder's parameters counted on shapes, the cache's layout,
+the share of memory that the server takes. Where quantization is asked for and the weights are
+there, it also measures perplexity. It knows no HTTP and no engine.
 """
 
 import json
@@ -32,13 +34,16 @@ NOT_QUANTIZED = "auto", "none", "all"
 """Values of --quantization for which memory is planned with weights in the dtype."""
 BAR = 32
 EXACT_WIDTH = 100
-"""Columns that the bytes of the largest models need; a narrower terminal wraps their lines instead of cutting figures off."""
+"""Columns that the bytes of the largest models need; a narrower terminal wraps their lines instead
+of cutting figures off."""
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What there is to say. Bytes are exact; `fit` is None where the weights alone are more than the memory given."""
+    """What there is to say. Bytes are exact; `fit` is None where the weights alone are more than
+    the memory given.
+    """
 
     spec: ModelSpec
     """Of what is served: with one key/value head."""
@@ -49,7 +54,8 @@ class Plan:
     weight_bytes_as_is: dict[str, int]
     """The same with the key/value heads that the checkpoint has."""
     kv_bytes_per_token: dict[str, dict[str, int]]
-    """dtype -> bytes as multi_query, and as multi_head: with the checkpoint's key/value heads or, if it has one, one per query head."""
+    """dtype -> bytes as multi_query, and as multi_head: with the checkpoint's key/value heads or,
+    if it has one, one per query head."""
     device: str
     device_reason: str
     memory: int
@@ -60,7 +66,8 @@ class Plan:
     block_forms: dict[str, int]
     """Matrices by the format of their blocks, where they are held as in the file."""
     fit: list[dict[str, int]] | None
-    """For each context how many sequences fit, and how many would with the key/value heads of multi_head."""
+    """For each context how many sequences fit, and how many would with the key/value heads of
+    multi_head."""
 
     def as_json(self) -> dict[str, Any]:
         """The plan as one JSON object."""
@@ -98,42 +105,77 @@ class Plan:
 
 
 def make_plan(options: PlanOptions) -> Plan:
-    """The plan of a folder. Raises CheckpointError, and OptionError for the memory of a GPU that is not here."""
+    """The plan of a folder. Raises CheckpointError, and OptionError for the memory of a GPU that is
+    not here.
+    """
     spec, heads = read_heads(options.model)
     device, reason, memory = _device(options)
-    share, dtypes = device_class(device).default_cache_share, device_class(device)().dtypes(options.dtype)
+    share, dtypes = (
+        device_class(device).default_cache_share,
+        device_class(device)().dtypes(options.dtype),
+    )
     compute, cache = (str(each).removeprefix("torch.") for each in (dtypes.compute, dtypes.cache))
     decoder = meta_decoder(spec)
-    held, mixed, blocks = (str(dtypes.matrices).removeprefix("torch."), dict[str, int](), Counter[str]())
+    held, mixed, blocks = (
+        str(dtypes.matrices).removeprefix("torch."),
+        dict[str, int](),
+        Counter[str](),
+    )
     if dtypes.matrices is None:
-        held, mixed, blocks = stored(options.model, decoder, options.quantization in ("auto", "all"))
+        held, mixed, blocks = stored(
+            options.model, decoder, options.quantization in ("auto", "all")
+        )
     dtype = held if options.quantization in NOT_QUANTIZED else compute
     form = dtype if options.quantization in NOT_QUANTIZED else options.quantization
     kv_dtype = cache if options.cache_dtype == "auto" else options.cache_dtype
     kinds = compute, "float32" if device == "cpu" else None
     weights = weight_bytes(decoder, *kinds)
     weights = {name: count for name, count in weights.items() if name != "float16" or name == form}
-    as_is = {name: count + bytes_of_more_heads(spec, heads, name, *kinds) for name, count in weights.items()} | mixed
+    as_is = {
+        name: count + bytes_of_more_heads(spec, heads, name, *kinds)
+        for name, count in weights.items()
+    } | mixed
     weights |= mixed
     left, left_as_is = (int((memory - counted[form]) * share) for counted in (weights, as_is))
     kv_bytes = {
-        name: {"multi_query": spec.kv_bytes_per_token(size), "multi_head": _multi_head(spec, heads, size)}
+        name: {
+            "multi_query": spec.kv_bytes_per_token(size),
+            "multi_head": _multi_head(spec, heads, size),
+        }
         for name, size in KV_ITEM_BYTES.items()
         if name in (*weights, "fp8", kv_dtype)
     }
-    fit = _fit(spec, heads, (left, left_as_is), KV_ITEM_BYTES[kv_dtype], options) if left > 0 else None
+    fit = (
+        _fit(spec, heads, (left, left_as_is), KV_ITEM_BYTES[kv_dtype], options)
+        if left > 0
+        else None
+    )
     counted = decoder.num_parameters, weights, as_is, kv_bytes
-    return Plan(spec, heads, *counted, device, reason, memory, share, dtype, options.quantization, kv_dtype, blocks, fit)
+    return Plan(
+        spec,
+        heads,
+        *counted,
+        device,
+        reason,
+        memory,
+        share,
+        dtype,
+        options.quantization,
+        kv_dtype,
+        blocks,
+        fit,
+    )
 
 
 def read_heads(folder: Path) -> tuple[ModelSpec, int]:
-    """(spec with one key/value head, how many the folder has). Raises CheckpointError where neither the server nor `onehead convert` reads
-    it.
+    """(spec with one key/value head, how many the folder has). Raises CheckpointError where neither
+    the server nor `onehead convert` reads it.
     """
     try:
         return read_spec(folder), 1
     except CheckpointError as error:
-        # Only after the server has refused it: convert's message about a folder that it cannot read is about converting.
+        # Only after the server has refused it: convert's message about a folder that it cannot read
+        # is about converting.
         try:
             pooled = convert.make_plan(folder)
         except CheckpointError:
@@ -143,7 +185,11 @@ def read_heads(folder: Path) -> tuple[ModelSpec, int]:
 
 def _multi_head(spec: ModelSpec, heads: int, itemsize: int) -> int:
     """Bytes of K and V of a token with `Plan.compared_heads` key/value heads."""
-    return heads * spec.kv_bytes_per_token(itemsize) if heads > 1 else spec.multi_head_bytes_per_token(itemsize)
+    return (
+        heads * spec.kv_bytes_per_token(itemsize)
+        if heads > 1
+        else spec.multi_head_bytes_per_token(itemsize)
+    )
 
 
 def _device(options: PlanOptions) -> tuple[str, str, int]:
@@ -151,23 +197,43 @@ def _device(options: PlanOptions) -> tuple[str, str, int]:
     here = "cuda" if torch.cuda.is_available() else "cpu"
     device = here if options.device == "auto" else options.device
     if options.memory is None and device == "cuda" and here == "cpu":
-        raise OptionError("device is cuda, and torch finds no GPU here whose memory it could take; give its --memory, like 80GiB")
-    found = "torch finds a GPU here; --device cpu plans a CPU" if here == "cuda" else "torch finds no GPU here; --device cuda plans one"
+        raise OptionError(
+            "device is cuda, and torch finds no GPU here whose memory it could take; give its "
+            "--memory, like 80GiB"
+        )
+    found = (
+        "torch finds a GPU here; --device cpu plans a CPU"
+        if here == "cuda"
+        else "torch finds no GPU here; --device cuda plans one"
+    )
     reason = found if options.device == "auto" else "--device says so"
-    return device, reason, find_device(device).memory()[0] if options.memory is None else int(options.memory)
+    return (
+        device,
+        reason,
+        find_device(device).memory()[0] if options.memory is None else int(options.memory),
+    )
 
 
-def _fit(spec: ModelSpec, heads: int, left: tuple[int, int], itemsize: int, options: PlanOptions) -> list[dict[str, int]]:
-    """Sequences of each length that a cache holds: `left` bytes with one key/value head, and with those that it is compared with."""
+def _fit(
+    spec: ModelSpec, heads: int, left: tuple[int, int], itemsize: int, options: PlanOptions
+) -> list[dict[str, int]]:
+    """Sequences of each length that a cache holds: `left` bytes with one key/value head, and with
+    those that it is compared with.
+    """
     layout = CacheLayout.of(spec.num_layers, spec.windows, options.page_size)
     page_bytes = bytes_per_page(layout, spec.key_dim, spec.value_dim, spec.value_in_key, itemsize)
-    # The same layout, windows and all, with pages as much larger as keys and values of more heads make them.
-    multi_head_bytes = page_bytes * _multi_head(spec, heads, itemsize) // spec.kv_bytes_per_token(itemsize)
+    # The same layout, windows and all, with pages as much larger as keys and values of more heads
+    # make them.
+    multi_head_bytes = (
+        page_bytes * _multi_head(spec, heads, itemsize) // spec.kv_bytes_per_token(itemsize)
+    )
     return [
         {
             "context": context,
             "multi_query": layout.sequences(left[0] // page_bytes, context, options.step_tokens),
-            "multi_head": layout.sequences(max(0, left[1]) // multi_head_bytes, context, options.step_tokens),
+            "multi_head": layout.sequences(
+                max(0, left[1]) // multi_head_bytes, context, options.step_tokens
+            ),
         }
         for context in spec.contexts()
     ]
@@ -182,9 +248,15 @@ def plan(options: PlanOptions) -> None:
             forms = _forms(made, options.dtype)
             measured = measure(options.model, made.spec, made.device, forms, options.text, shown)
     elif options.text is not None:
-        raise OptionError(f"text {options.text} has no effect, as perplexity is not measured: {reason}")
+        raise OptionError(
+            f"text {options.text} has no effect, as perplexity is not measured: {reason}"
+        )
     if options.format == "json":
-        print(json.dumps(made.as_json() | ({"perplexity": measured.as_json()} if measured else {}), indent=2))
+        print(
+            json.dumps(
+                made.as_json() | ({"perplexity": measured.as_json()} if measured else {}), indent=2
+            )
+        )
     else:
         console = Console(soft_wrap=True)
         console.width = max(console.width, EXACT_WIDTH)
@@ -198,19 +270,27 @@ def _unmeasured(made: Plan, options: PlanOptions) -> str | None:
     if not any(path.suffix in (".safetensors", ".gguf") for path in options.model.iterdir()):
         return f"{options.model} has no weights"
     if made.heads > 1:
-        return f"the checkpoint has {made.heads} key/value heads; `onehead convert` makes one of them"
+        return (
+            f"the checkpoint has {made.heads} key/value heads; `onehead convert` makes one of them"
+        )
     if made.device == "cuda" and not torch.cuda.is_available():
         return "the plan is for a GPU, and torch finds none here"
     return None
 
 
 def _forms(made: Plan, dtype: str) -> dict[str, tuple[str, str]]:
-    """(engine.dtype, quantization) of each form to be measured: every one, or the weights as they are beside the one that is planned.
-    `dtype` is the option of the plan.
+    """(engine.dtype, quantization) of each form to be measured: every one, or the weights as they
+    are beside the one that is planned. `dtype` is the option of the plan.
     """
-    every = {form: (form, "none") if form in ITEM_BYTES else (dtype, form) for form in made.weight_bytes}
+    every = {
+        form: (form, "none") if form in ITEM_BYTES else (dtype, form) for form in made.weight_bytes
+    }
     every |= {made.dtype: (dtype, "auto" if made.quantization == "all" else "none")}
-    return every if made.quantization == "all" else {form: every[form] for form in (made.dtype, made.quantization)}
+    return (
+        every
+        if made.quantization == "all"
+        else {form: every[form] for form in (made.dtype, made.quantization)}
+    )
 
 
 def readable(count: float) -> str:
@@ -226,20 +306,40 @@ def show(made: Plan, console: Console, measured: Measured | str) -> None:
     spec = made.spec
     windows = [window for window in spec.windows if window is not None]
     seen = f", {len(windows)} of them with a window of {windows[0]} tokens" if windows else ""
-    console.print(f"[bold]{spec.model_type}[/bold]: {made.parameters:,} parameters, {spec.num_layers} layers{seen}")
-    heads = f"{spec.num_query_heads} query heads, {made.heads} key/value head{'s' if made.heads > 1 else ''} of {spec.key_dim}"
-    console.print(f"{heads}{' (the value is its beginning)' if spec.value_in_key else ''}; up to {spec.max_positions:,} tokens")
+    console.print(
+        f"[bold]{spec.model_type}[/bold]: {made.parameters:,} parameters, {spec.num_layers} "
+        f"layers{seen}"
+    )
+    heads = (
+        f"{spec.num_query_heads} query heads, {made.heads} key/value "
+        f"head{'s' if made.heads > 1 else ''} of {spec.key_dim}"
+    )
+    console.print(
+        f"{heads}{' (the value is its beginning)' if spec.value_in_key else ''}; up to "
+        f"{spec.max_positions:,} tokens"
+    )
     if made.heads > 1:
-        console.print("onehead serves one key/value head: planned as `onehead convert` makes it, beside the checkpoint as it is")
+        console.print(
+            "onehead serves one key/value head: planned as `onehead convert` makes it, beside the "
+            "checkpoint as it is"
+        )
     console.print()
     forms = dict.fromkeys((*made.weight_bytes, *made.kv_bytes_per_token))
     table = Table("bytes", *forms, box=None, pad_edge=False)
     table.add_row("weights", *(f"{count:,}" for count in made.weight_bytes.values()))
     if made.heads > 1:
-        table.add_row(f"with {made.heads} heads", *(f"{count:,}" for count in made.weight_bytes_as_is.values()))
-    for name, kind in (("K, V of a token", "multi_query"), (f"with {made.compared_heads} heads", "multi_head")):
+        table.add_row(
+            f"with {made.heads} heads",
+            *(f"{count:,}" for count in made.weight_bytes_as_is.values()),
+        )
+    for name, kind in (
+        ("K, V of a token", "multi_query"),
+        (f"with {made.compared_heads} heads", "multi_head"),
+    ):
         kv_bytes = made.kv_bytes_per_token
-        table.add_row(name, *(f"{kv_bytes[form][kind]:,}" if form in kv_bytes else "" for form in forms))
+        table.add_row(
+            name, *(f"{kv_bytes[form][kind]:,}" if form in kv_bytes else "" for form in forms)
+        )
     if isinstance(measured, Measured):
         _add_perplexity(table, list(made.weight_bytes), measured)
         notes = [f"on {measured.tokens:,} tokens of {measured.text}, on this machine"]
@@ -257,31 +357,58 @@ def _add_perplexity(table: Table, forms: list[str], measured: Measured) -> None:
     found = measured.perplexity
     first = next(iter(found), "")
     table.add_row("perplexity", *(f"{found[form]:.4f}" if form in found else "" for form in forms))
-    table.add_row(f"over {first}", *(f"{found[form] / found[first] - 1:+.3%}" if form in found and form != first else "" for form in forms))
+    table.add_row(
+        f"over {first}",
+        *(
+            f"{found[form] / found[first] - 1:+.3%}" if form in found and form != first else ""
+            for form in forms
+        ),
+    )
 
 
 def _show_memory(made: Plan, console: Console) -> None:
     weights = made.weight_bytes[made.weight_form]
     rest = f"{made.cache_share:.0%} of the rest for the cache in {made.kv_dtype}"
-    console.print(f"\nplanned for {'a CPU' if made.device == 'cpu' else 'a GPU'}: {made.device_reason}")
-    forms = " and ".join(f"{count} matrices in {form} blocks" for form, count in sorted(made.block_forms.items()))
+    console.print(
+        f"\nplanned for {'a CPU' if made.device == 'cpu' else 'a GPU'}: {made.device_reason}"
+    )
+    forms = " and ".join(
+        f"{count} matrices in {form} blocks" for form, count in sorted(made.block_forms.items())
+    )
     words = f"as in the file ({forms})" if forms else f"in {made.weight_form}"
     console.print(f"of {readable(made.memory)}: weights {readable(weights)} {words}, {rest}")
     if made.fit is None:
         fitting = [form for form, count in made.weight_bytes.items() if count < made.memory]
-        way_out = f"; they would in {', '.join(fitting)}: engine.dtype, engine.quantization" if fitting else ""
+        way_out = (
+            f"; they would in {', '.join(fitting)}: engine.dtype, engine.quantization"
+            if fitting
+            else ""
+        )
         console.print(f"[red]the weights alone do not fit[/red]{way_out}")
         return
     filled = max(1, round(BAR * weights / made.memory))
     cache = round(BAR * made.cache_share * (made.memory - weights) / made.memory)
-    console.print(f"[blue]{'█' * filled}[/blue][green]{'█' * cache}[/green][dim]{'░' * max(0, BAR - filled - cache)}[/dim]\n")
-    table = Table("context", "sequences that fit", "", f"with {made.compared_heads} heads", box=None, pad_edge=False)
+    console.print(
+        f"[blue]{'█' * filled}[/blue][green]{'█' * cache}[/green]"
+        f"[dim]{'░' * max(0, BAR - filled - cache)}[/dim]\n"
+    )
+    table = Table(
+        "context",
+        "sequences that fit",
+        "",
+        f"with {made.compared_heads} heads",
+        box=None,
+        pad_edge=False,
+    )
     most = max(row["multi_query"] for row in made.fit) or 1
     for row in made.fit:
         ours, theirs = (round(BAR * row[kind] / most) for kind in ("multi_query", "multi_head"))
         bar = f"[dim]{'█' * min(ours, theirs)}[/dim][green]{'█' * max(0, ours - theirs)}[/green]"
-        table.add_row(f"{row['context']:,}", f"{row['multi_query']:,}", bar, f"{row['multi_head']:,}")
+        table.add_row(
+            f"{row['context']:,}", f"{row['multi_query']:,}", bar, f"{row['multi_head']:,}"
+        )
     console.print(table)
     console.print(
-        "(a server computes engine.max_running of them together, by default 64 on a CPU and 256 on a GPU, and takes what those need)"
+        "(a server computes engine.max_running of them together, by default 64 on a CPU and 256 "
+        "on a GPU, and takes what those need)"
     )

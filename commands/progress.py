@@ -1,4 +1,6 @@
-"""The progress of a command, on standard error: a bar on a terminal, elsewhere a line now and then."""
+"""The progress of a command, on standard error: a bar on a terminal, elsewhere a line now and
+then.
+"""
 
 import threading
 from collections.abc import Iterator

@@ -1,6 +1,8 @@
-"""What a checkpoint made of another takes over from it: the files beside the weights, and conversion.json, the record of what was measured.
+"""What a checkpoint made of another takes over from it: the files beside the weights, and
+conversion.json, the record of what was measured.
 
-The losses of a record were all measured on the same sequences, which it names by a digest. Knows nothing of how the weights were made.
+The losses of a record were all measured on the same sequences, which it names by a digest. Knows
+nothing of how the weights were made.
 """
 
 import hashlib
@@ -41,11 +43,17 @@ def copy_companions(source: Path, output: Path) -> None:
 def fingerprint(rows_BU: np.ndarray) -> dict[str, Any]:
     """How a record names the sequences that its losses belong to."""
     count, length = rows_BU.shape
-    return {"sequences": count, "tokens": length - 1, "sha256": hashlib.sha256(rows_BU.astype("<i8").tobytes()).hexdigest()}
+    return {
+        "sequences": count,
+        "tokens": length - 1,
+        "sha256": hashlib.sha256(rows_BU.astype("<i8").tobytes()).hexdigest(),
+    }
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
-    """The record of a folder but for what training added to it; None where it has none. Raises CheckpointError."""
+    """The record of a folder but for what training added to it; None where it has none. Raises
+    CheckpointError.
+    """
     path = folder / RECORD
     if not path.exists():
         return None
@@ -54,7 +62,9 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     losses = record.sub("losses")
     if losses is not None:
         losses.number("before"), losses.number("pooled")
-    return {"source": values.get("source"), "kind": str(values.get("kind"))} | {key: values.get(key) for key in ("losses", "held_out")}
+    return {"source": values.get("source"), "kind": str(values.get("kind"))} | {
+        key: values.get(key) for key in ("losses", "held_out")
+    }
 
 
 def write_record(folder: Path, record: dict[str, Any]) -> None:
@@ -67,7 +77,14 @@ def show(record: dict[str, Any]) -> None:
     if not losses:
         return
     uptrained = record["uptrained"] or {}
-    table = Table("held-out loss, nats per token", "", "against before", title=record["kind"], title_justify="left", box=None)
+    table = Table(
+        "held-out loss, nats per token",
+        "",
+        "against before",
+        title=record["kind"],
+        title_justify="left",
+        box=None,
+    )
     for stage, loss in (losses | {"uptrained": uptrained.get("loss")}).items():
         if loss is not None:
             steps = f" for {uptrained['steps']} steps" if stage == "uptrained" else ""

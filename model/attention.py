@@ -1,10 +1,13 @@
-"""MultiQueryAttention: many query heads, one key head, one value head (Shazeer 2019, arXiv 1911.02150, section 3).
+"""MultiQueryAttention: many query heads, one key head, one value head (Shazeer 2019, arXiv
+1911.02150, section 3).
 
-The layer projects; which tokens attend to which is up to the `attend` callable it is given, which owns the KV cache (in serving) or the
-causal mask (in training). It knows nothing of pages and sequences; it passes the rotation of positions on.
+The layer projects; which tokens attend to which is up to the `attend` callable it is given, which
+owns the KV cache (in serving) or the causal mask (in training). It knows nothing of pages and
+sequences; it passes the rotation of positions on.
 
-Shape letters: T tokens of the step, D hidden size, H query heads, d head size, E = H * d columns of all queries, c columns of the latent, p
-columns of a head that are not rotated, r that are, v columns of a head's value.
+Shape letters: T tokens of the step, D hidden size, H query heads, d head size, E = H * d columns of
+all queries, c columns of the latent, p columns of a head that are not rotated, r that are, v
+columns of a head's value.
 """
 
 from collections.abc import Callable
@@ -16,15 +19,18 @@ from model.layers import Linear, RMSNorm, Rotation, norm
 from model.spec import Latent, ModelSpec
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, Rotation | None], Tensor]
-"""(layer, q_THd, k_Td, v_Td, rotation) -> o_THd. K and V have no head axis: there is one KV head. With a rotation, queries
-and keys still have to be rotated: a backend that stores keys can do that in the same kernel, others call `rotation.both`.
+"""(layer, q_THd, k_Td, v_Td, rotation) -> o_THd. K and V have no head axis: there is one KV head.
+With a rotation, queries and keys still have to be rotated: a backend that stores keys can do that
+in the same kernel, others call `rotation.both`.
 """
 
 
 class MultiQueryAttention(nn.Module):
-    """softmax(q_h K^T * scale) V for every query head h, over one shared K and V; then the output projection.
+    """softmax(q_h K^T * scale) V for every query head h, over one shared K and V; then the output
+    projection.
 
-    `qkv` is one matrix whose rows are the H query heads, then K, then V: of its (H + 2) * d rows only 2 * d feed the cache.
+    `qkv` is one matrix whose rows are the H query heads, then K, then V: of its (H + 2) * d rows
+    only 2 * d feed the cache.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -39,10 +45,14 @@ class MultiQueryAttention(nn.Module):
         self.norm_heads = norm_heads
         """Replaced by devices with a kernel for it."""
 
-    def forward(self, x_TD: Tensor, layer: int, attend: Attend, rotation: Rotation | None = None) -> Tensor:
+    def forward(
+        self, x_TD: Tensor, layer: int, attend: Attend, rotation: Rotation | None = None
+    ) -> Tensor:
         """x_TD -> y_TD, for tokens of any number of sequences, concatenated."""
         query_size = self.num_query_heads * self.head_dim
-        q_TE, k_Td, v_Td = torch.split_with_sizes(self.qkv(x_TD), (query_size, self.head_dim, self.head_dim), dim=-1)
+        q_TE, k_Td, v_Td = torch.split_with_sizes(
+            self.qkv(x_TD), (query_size, self.head_dim, self.head_dim), dim=-1
+        )
         q_THd = q_TE.view(*q_TE.shape[:-1], self.num_query_heads, self.head_dim)
         if self.query_norm is not None and self.key_norm is not None:
             q_THd, k_Td = self.norm_heads(q_THd, k_Td, self.query_norm, self.key_norm)
@@ -51,16 +61,20 @@ class MultiQueryAttention(nn.Module):
         return y_TD
 
 
-def norm_heads(q_THd: Tensor, k_Td: Tensor, query_norm: nn.Module, key_norm: nn.Module) -> tuple[Tensor, Tensor]:
+def norm_heads(
+    q_THd: Tensor, k_Td: Tensor, query_norm: nn.Module, key_norm: nn.Module
+) -> tuple[Tensor, Tensor]:
     """Normalises each query head and the key."""
     return query_norm(q_THd), key_norm(k_Td)
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1.2) in its absorbed form, which is multi-query attention.
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1.2) in its absorbed
+    form, which is multi-query attention.
 
-    Head h scores a key by q_h^p (W_h^K c) + q_h^r k^r = (q_h^p W_h^K) c + q_h^r k^r: one key [c, k^r] for all heads, whose first columns,
-    the latent c, are the one value. Attention yields a weighted sum of latents, from which W_h^V makes the head's output.
+    Head h scores a key by q_h^p (W_h^K c) + q_h^r k^r = (q_h^p W_h^K) c + q_h^r k^r: one key [c,
+    k^r] for all heads, whose first columns, the latent c, are the one value. Attention yields a
+    weighted sum of latents, from which W_h^V makes the head's output.
     """
 
     def __init__(self, spec: ModelSpec, latent: Latent) -> None:
@@ -72,15 +86,25 @@ class LatentAttention(nn.Module):
             self.query_down = Linear(spec.hidden_size, latent.query_rank, bias=spec.qkv_bias)
             self.query_norm = RMSNorm(latent.query_rank, latent.norm_epsilon)
         self.query = Linear(latent.query_rank or spec.hidden_size, query_size, bias=False)
-        self.key_value_down = Linear(spec.hidden_size, latent.rank + latent.rotary_dim, bias=spec.qkv_bias)
+        self.key_value_down = Linear(
+            spec.hidden_size, latent.rank + latent.rotary_dim, bias=spec.qkv_bias
+        )
         self.latent_norm = RMSNorm(latent.rank, latent.norm_epsilon)
         self.key_value_up = HeadProjections(spec.num_query_heads, latent)
-        self.out = Linear(spec.num_query_heads * latent.value_dim, spec.hidden_size, bias=spec.out_bias)
+        self.out = Linear(
+            spec.num_query_heads * latent.value_dim, spec.hidden_size, bias=spec.out_bias
+        )
 
-    def forward(self, x_TD: Tensor, layer: int, attend: Attend, rotation: Rotation | None = None) -> Tensor:
+    def forward(
+        self, x_TD: Tensor, layer: int, attend: Attend, rotation: Rotation | None = None
+    ) -> Tensor:
         """x_TD -> y_TD, for tokens of any number of sequences, concatenated."""
         latent = self.latent
-        narrow = x_TD if self.query_down is None or self.query_norm is None else self.query_norm(self.query_down(x_TD))
+        narrow = (
+            x_TD
+            if self.query_down is None or self.query_norm is None
+            else self.query_norm(self.query_down(x_TD))
+        )
         q_THd = self.query(narrow).unflatten(-1, (self.num_query_heads, -1))
         q_THp, q_THr = q_THd.split([latent.plain_dim, latent.rotary_dim], dim=-1)
         c_Tc, k_Tr = self.key_value_down(x_TD).split([latent.rank, latent.rotary_dim], dim=-1)
@@ -95,12 +119,16 @@ class LatentAttention(nn.Module):
 
 
 class HeadProjections(nn.Module):
-    """Latent attention's second projection: each head has its own rows, first for keys, then for values, and applies them separately."""
+    """Latent attention's second projection: each head has its own rows, first for keys, then for
+    values, and applies them separately.
+    """
 
     def __init__(self, num_heads: int, latent: Latent) -> None:
         super().__init__()
         self.num_heads, self.latent = num_heads, latent
-        self.weight = nn.Parameter(torch.empty(num_heads * (latent.plain_dim + latent.value_dim), latent.rank))
+        self.weight = nn.Parameter(
+            torch.empty(num_heads * (latent.plain_dim + latent.value_dim), latent.rank)
+        )
 
     def parts(self) -> tuple[Tensor, Tensor]:
         """-> key_up_Hpc, value_up_Hvc"""

@@ -29,7 +29,8 @@ class Batch:
     token_ids_T: Tensor
     position_ids_T: Tensor
     sampled_S: Tensor
-    """Index on T of each token after which one is drawn: the last of every row that samples, and those before its drafts."""
+    """Index on T of each token after which one is drawn: the last of every row that samples, and
+    those before its drafts."""
     firsts: tuple[int, ...]
     """Index on T of each row's first token."""
 
@@ -55,5 +56,7 @@ def build_batch(plan: StepPlan, layout: CacheLayout, upload: Upload) -> Batch:
         firsts.append(first + count)
         if row.sample is not None:
             sampled += range(first + count - 1 - row.drafts, first + count)
-    ids_T, positions_T = (upload(torch.from_numpy(np.concatenate(x, dtype=np.int64))) for x in (ids, positions))
+    ids_T, positions_T = (
+        upload(torch.from_numpy(np.concatenate(x, dtype=np.int64))) for x in (ids, positions)
+    )
     return Batch(plan, layout, ids_T, positions_T, upload(sampled, torch.long), tuple(firsts[:-1]))

@@ -12,8 +12,8 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 def control_groups(controller: str, proc: Path = PROC) -> Iterator[Path]:
-    """The folders of this process's own group and of all above it, as far as they are mounted, in each
-    hierarchy that may limit by this controller (`cpu`, `memory`).
+    """The folders of this process's own group and of all above it, as far as they are mounted, in
+    each hierarchy that may limit by this controller (`cpu`, `memory`).
     """
     own = [line.split(":", 2)[1:] for line in lines(proc / "cgroup") if line.count(":") > 1]
     for mount in lines(proc / "mountinfo"):
@@ -22,7 +22,9 @@ def control_groups(controller: str, proc: Path = PROC) -> Iterator[Path]:
         first = kind == "cgroup" and controller in options.split(" ")[-1].split(",")
         if not first and kind != "cgroup2":
             continue
-        root, point = (_ESCAPED.sub(lambda code: chr(int(code[1], 8)), text) for text in place.split()[3:5])
+        root, point = (
+            _ESCAPED.sub(lambda code: chr(int(code[1], 8)), text) for text in place.split()[3:5]
+        )
         for controllers, path in own:
             if controller in controllers.split(",") if first else not controllers:
                 yield from _folders(Path(point), path, root)
@@ -40,11 +42,13 @@ def _folders(point: Path, path: str, root: str) -> Iterator[Path]:
 
 
 def num_oom_kills(proc: Path = PROC) -> int:
-    """Processes of this process's own group that the kernel has ended for lack of memory; of the whole
-    machine, where its group does not count them.
+    """Processes of this process's own group that the kernel has ended for lack of memory; of the
+    whole machine, where its group does not count them.
     """
     groups = control_groups("memory", proc)
-    counts = [folder / name for folder in groups for name in ("memory.events", "memory.oom_control")]
+    counts = [
+        folder / name for folder in groups for name in ("memory.events", "memory.oom_control")
+    ]
     for file in (*counts, proc.parent / "vmstat"):
         for line in lines(file):
             name, _, number = line.partition(" ")

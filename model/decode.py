@@ -1,8 +1,11 @@
-"""Decode rows: the rows of a step that compute one token of a sequence and draw the next one, in arrays that stay from step to step.
+"""Decode rows: the rows of a step that compute one token of a sequence and draw the next one, in
+arrays that stay from step to step.
 
-Most rows of a server are such rows, and from one step to the next only their positions change: a DecodeTable has a line for each, which is
-written when a sequence joins it or gets a page. A step's lists for the kernels are copies of its columns. Plain numbers, no torch. Lines
-are without gaps: where a sequence leaves, the last line takes its place. It knows nothing of prompts, limits and requests.
+Most rows of a server are such rows, and from one step to the next only their positions change: a
+DecodeTable has a line for each, which is written when a sequence joins it or gets a page. A step's
+lists for the kernels are copies of its columns. Plain numbers, no torch. Lines are without gaps:
+where a sequence leaves, the last line takes its place. It knows nothing of prompts, limits and
+requests.
 
 Shape letters: R lines of the table, F fields of a line, N settings of a draw, W pages of a line.
 """
@@ -35,13 +38,22 @@ def aligned(count: int) -> int:
 
 
 def table_widths(layout: CacheLayout, num_keys: int) -> list[int]:
-    """For each group of layers the length of a line of a page table for `num_keys` tokens on a device."""
-    return [aligned(pages_for(num_keys, layout.page_size) * group.num_stacks) for group in layout.groups]
+    """For each group of layers the length of a line of a page table for `num_keys` tokens on a
+    device.
+    """
+    return [
+        aligned(pages_for(num_keys, layout.page_size) * group.num_stacks) for group in layout.groups
+    ]
 
 
 def lines_of(rows: Sequence[Row], num_decoding: int) -> list[int]:
-    """For each token of these rows its line in a DecodeTable of them, which begins with so many lines of others."""
-    draws, others = count(num_decoding), count(num_decoding + sum(row.sample is not None for row in rows))
+    """For each token of these rows its line in a DecodeTable of them, which begins with so many
+    lines of others.
+    """
+    draws, others = (
+        count(num_decoding),
+        count(num_decoding + sum(row.sample is not None for row in rows)),
+    )
     return [
         next(draws if place == len(row.tokens) - 1 and row.sample is not None else others)
         for row in rows
@@ -50,7 +62,9 @@ def lines_of(rows: Sequence[Row], num_decoding: int) -> list[int]:
 
 
 class DecodeTable:
-    """The lines of at most `most_rows` sequences of at most `most_tokens` tokens. Columns have values for the next step."""
+    """The lines of at most `most_rows` sequences of at most `most_tokens` tokens. Columns have
+    values for the next step.
+    """
 
     def __init__(self, layout: CacheLayout, most_rows: int, most_tokens: int) -> None:
         self.ids: list[int] = []
@@ -58,8 +72,9 @@ class DecodeTable:
         self.samples: list[Sample] = []
         self.fields_FR = np.zeros((NUM_FIELDS, most_rows), np.int32)
         self.positions_R, self.tokens_R, self.sources_R = self.fields_FR
-        """Position of the token that the next step computes, NO_LINE from the last line on; that token, where it is known; where the
-        previous step draws it: the index of the draw among all of that step, and PENDING where it is known.
+        """Position of the token that the next step computes, NO_LINE from the last line on; that
+        token, where it is known; where the previous step draws it: the index of the draw among all
+        of that step, and PENDING where it is known.
         """
         self.positions_R[:], self.sources_R[:] = NO_LINE, PENDING
         self.settings_RN = np.zeros((most_rows, NUM_SETTINGS), np.int32)
@@ -67,24 +82,43 @@ class DecodeTable:
         self._num_needing = 0
         """Of lines whose draw needs more than these."""
         self.tables = [
-            np.zeros((most_rows, pages_for(most_tokens, layout.page_size) * group.num_stacks), np.int32) for group in layout.groups
+            np.zeros(
+                (most_rows, pages_for(most_tokens, layout.page_size) * group.num_stacks), np.int32
+            )
+            for group in layout.groups
         ]
-        """For each group of layers the pages of each line, as in Row.pages. What follows a line's last page is undefined, and so are pages
-        that have slid out of a window.
+        """For each group of layers the pages of each line, as in Row.pages. What follows a line's
+        last page is undefined, and so are pages that have slid out of a window.
         """
         self._counting_R = np.arange(most_rows, dtype=np.int32)
 
     @classmethod
-    def of(cls, layout: CacheLayout, rows: Sequence[Row], sources: Sequence[int], decode: "DecodeStep | None" = None) -> "DecodeTable":
-        """A table of the lines of `decode`, then of the last tokens of those of these rows of the same step that draw, then of all other
-        tokens, whose draws mean nothing. So lines that draw are numbered as draws are. `sources` of the rows' last tokens: see `sources_R`.
+    def of(
+        cls,
+        layout: CacheLayout,
+        rows: Sequence[Row],
+        sources: Sequence[int],
+        decode: "DecodeStep | None" = None,
+    ) -> "DecodeTable":
+        """A table of the lines of `decode`, then of the last tokens of those of these rows of the
+        same step that draw, then of all other tokens, whose draws mean nothing. So lines that draw
+        are numbered as draws are. `sources` of the rows' last tokens: see `sources_R`.
         """
         num_decoding, longest = (0, 0) if decode is None else (len(decode), decode.num_keys)
         ends = [row.start + len(row.tokens) for row in rows]
-        table = cls(layout, num_decoding + sum(len(row.tokens) for row in rows), max([longest, *ends]))
+        table = cls(
+            layout, num_decoding + sum(len(row.tokens) for row in rows), max([longest, *ends])
+        )
         if decode is not None:
-            table.ids, table.pages, table.samples = decode.ids[:], decode.pages[:], decode.samples[:]
-            table.fields_FR[:, :num_decoding], table.settings_RN[:num_decoding] = decode.fields_FR, decode.settings_RN
+            table.ids, table.pages, table.samples = (
+                decode.ids[:],
+                decode.pages[:],
+                decode.samples[:],
+            )
+            table.fields_FR[:, :num_decoding], table.settings_RN[:num_decoding] = (
+                decode.fields_FR,
+                decode.settings_RN,
+            )
             table._num_needing = sum(map(needs_more, decode.samples)) if decode.needs_samples else 0
             decode.copy_tables(table.tables)
         for row, end, source in zip(rows, ends, sources, strict=True):
@@ -97,7 +131,9 @@ class DecodeTable:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def append(self, id: int, pages: Pages, sample: Sample, position: int, token: int, source: int) -> int:
+    def append(
+        self, id: int, pages: Pages, sample: Sample, position: int, token: int, source: int
+    ) -> int:
         """Adds a line and returns its number."""
         line = len(self.ids)
         self.ids.append(id)
@@ -117,13 +153,18 @@ class DecodeTable:
         self.ids += [NO_LINE] * count
         self.pages += [row.pages] * count
         self.samples += [NO_SAMPLE] * count
-        self.positions_R[lines], self.tokens_R[lines] = range(row.start, row.start + count), row.tokens[:count]
+        self.positions_R[lines], self.tokens_R[lines] = (
+            range(row.start, row.start + count),
+            row.tokens[:count],
+        )
         for table, listed in zip(self.tables, row.pages, strict=True):
             known = listed[: table.shape[1]]
             table[lines, : len(known)] = known
 
     def on_pages(self, line: int, num_known: Sequence[int]) -> None:
-        """Takes over the pages that a line's sequence has got after the first `num_known` of each group."""
+        """Takes over the pages that a line's sequence has got after the first `num_known` of each
+        group.
+        """
         for table, listed, known in zip(self.tables, self.pages[line], num_known, strict=True):
             table[line, known : len(listed)] = listed[known:]
 
@@ -132,7 +173,11 @@ class DecodeTable:
         last = len(self.ids) - 1
         self._num_needing -= needs_more(self.samples[line])
         if line != last:
-            self.ids[line], self.pages[line], self.samples[line] = self.ids[last], self.pages[last], self.samples[last]
+            self.ids[line], self.pages[line], self.samples[line] = (
+                self.ids[last],
+                self.pages[last],
+                self.samples[last],
+            )
             self.fields_FR[:, line] = self.fields_FR[:, last]
             for column_R in (self.settings_RN, *self.tables):
                 column_R[line] = column_R[last]
@@ -145,8 +190,8 @@ class DecodeTable:
         self.sources_R[: len(tokens)] = PENDING
 
     def advance(self) -> "DecodeStep":
-        """The step that computes one token of each line. The table's columns are those for the step after it from now on, whose tokens it
-        draws, as the first ones that it draws.
+        """The step that computes one token of each line. The table's columns are those for the step
+        after it from now on, whose tokens it draws, as the first ones that it draws.
         """
         num_rows = len(self.ids)
         step = DecodeStep(self, self._num_needing > 0)
@@ -157,7 +202,9 @@ class DecodeTable:
 
 
 class DecodeStep:
-    """One step's decode rows. Its numbers are copies; `table` has the pages as they are until the next step is planned."""
+    """One step's decode rows. Its numbers are copies; `table` has the pages as they are until the
+    next step is planned.
+    """
 
     __slots__ = "fields_FR", "ids", "needs_samples", "pages", "samples", "settings_RN", "table"
 
@@ -167,7 +214,10 @@ class DecodeStep:
         self.needs_samples = needs_samples
         """Whether some draw needs more than `settings_RN`."""
         self.ids, self.pages, self.samples = table.ids[:], table.pages[:], table.samples[:]
-        self.fields_FR, self.settings_RN = table.fields_FR[:, :num_rows].copy(), table.settings_RN[:num_rows].copy()
+        self.fields_FR, self.settings_RN = (
+            table.fields_FR[:, :num_rows].copy(),
+            table.settings_RN[:num_rows].copy(),
+        )
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -196,8 +246,17 @@ class DecodeStep:
 
     def rows(self) -> list[Row]:
         """The same as Rows, for what computes one row like the other."""
-        columns = self.ids, self.token_ids_R.tolist(), self.positions_R.tolist(), self.pages, self.current_samples()
-        return [Row(id, [token], position, pages, sample) for id, token, position, pages, sample in zip(*columns, strict=True)]
+        columns = (
+            self.ids,
+            self.token_ids_R.tolist(),
+            self.positions_R.tolist(),
+            self.pages,
+            self.current_samples(),
+        )
+        return [
+            Row(id, [token], position, pages, sample)
+            for id, token, position, pages, sample in zip(*columns, strict=True)
+        ]
 
     @property
     def token_ids_R(self) -> Numbers:
@@ -205,7 +264,9 @@ class DecodeStep:
         return np.where(self.sources_R >= 0, PENDING, self.fields_FR[1])
 
     def current_samples(self) -> list[Sample]:
-        """The samples, which know whether the last token of each sequence is not in its output yet."""
+        """The samples, which know whether the last token of each sequence is not in its output
+        yet.
+        """
         unseen = (self.sources_R >= 0).tolist()
         return [
             sample if sample.num_unseen == is_unseen else replace(sample, num_unseen=int(is_unseen))

@@ -1,5 +1,6 @@
-"""What draws on a device read of samples, packed into 32-bit words on the host: settings of every row, and the adjustments and filters of
-some rows. It knows no device; model/devices/gpu/draw.py has the kernels that read these words.
+"""What draws on a device read of samples, packed into 32-bit words on the host: settings of every
+row, and the adjustments and filters of some rows. It knows no device; model/devices/gpu/draw.py has
+the kernels that read these words.
 """
 
 from collections.abc import Sequence
@@ -20,15 +21,19 @@ GREEDY_BELOW = 1e-5
 LARGEST_TEMPERATURE = 1e37
 """Its inverse is the smallest that float32 has all digits of; 0 means greedy."""
 NUM_SETTINGS = 6
-"""Of a row: 1 / temperature (0: greedy) and log(min_p) as float32, both halves of the seed, choice, output index."""
+"""Of a row: 1 / temperature (0: greedy) and log(min_p) as float32, both halves of the seed, choice,
+output index."""
 NUM_CHANGES = 12
-"""Of an adjusted row: its index in the logits; where its prompt, output and their end lie among the words; where its entries (pairs of id
-and number) begin, how many there are; where its mask lies (-1: none), nothing; repetition, frequency, presence penalty as float32, nothing.
+"""Of an adjusted row: its index in the logits; where its prompt, output and their end lie among the
+words; where its entries (pairs of id and number) begin, how many there are; where its mask lies
+(-1: none), nothing; repetition, frequency, presence penalty as float32, nothing.
 """
 NUM_LIMITS = 4
-"""Of a filtered row: its index in the results, its index in the logits that are filtered, top-k (0: none), nothing."""
+"""Of a filtered row: its index in the results, its index in the logits that are filtered, top-k (0:
+none), nothing."""
 ALIGNMENT = 4
-"""Lists of numbers on a device begin at multiples of it, 16 bytes: for other addresses Triton compiles another kernel."""
+"""Lists of numbers on a device begin at multiples of it, 16 bytes: for other addresses Triton
+compiles another kernel."""
 NO_MASK = -1
 
 
@@ -43,7 +48,9 @@ def settings_SN(samples: Sequence[Sample]) -> Words:
     """The settings of every row."""
     words_SN = np.empty((len(samples), NUM_SETTINGS), np.int32)
     samplings = [sample.sampling for sample in samples]
-    unchanging = np.frombuffer(b"".join([_settings(s.temperature, s.min_p, s.seed, s.choice) for s in samplings]), np.int32)
+    unchanging = np.frombuffer(
+        b"".join([_settings(s.temperature, s.min_p, s.seed, s.choice) for s in samplings]), np.int32
+    )
     words_SN[:, :-1] = unchanging.reshape(-1, NUM_SETTINGS - 1)
     words_SN[:, -1] = [sample.index for sample in samples]
     return words_SN
@@ -66,12 +73,21 @@ def is_typical(sample: Sample) -> bool:
 
 def needs_more(sample: Sample) -> bool:
     """Whether a draw needs more than a row's settings: other logits, or what else was likely."""
-    return is_adjusted(sample) or is_filtered(sample) or bool(sample.num_top or sample.sampling.logprob_token_ids)
+    return (
+        is_adjusted(sample)
+        or is_filtered(sample)
+        or bool(sample.num_top or sample.sampling.logprob_token_ids)
+    )
 
 
 def banned(sample: Sample) -> list[int]:
-    """Forbidden tokens, and the last ones of bad words whose others stand at the end of the output."""
-    return [*sample.forbidden, *(word[-1] for word in sample.sampling.bad_words if _stands_before(sample.output, word))]
+    """Forbidden tokens, and the last ones of bad words whose others stand at the end of the
+    output.
+    """
+    return [
+        *sample.forbidden,
+        *(word[-1] for word in sample.sampling.bad_words if _stands_before(sample.output, word)),
+    ]
 
 
 def _stands_before(output: Sequence[int], word: Sequence[int]) -> bool:
@@ -114,13 +130,20 @@ def pack_redraw(rows: Sequence[int], samples: Sequence[Sample], num_tokens: int)
                 change[6] = masks[key]
     typical = [i for i, sample in enumerate(samples) if is_typical(sample)]
     is_copied = bool(typical) or any(map(is_adjusted, samples))
-    filtered = [i for i, sample in enumerate(samples) if is_filtered(sample) and not is_typical(sample)]
-    limits, settings = np.zeros((len(filtered), NUM_LIMITS), np.int32), [samples[i].sampling for i in filtered]
+    filtered = [
+        i for i, sample in enumerate(samples) if is_filtered(sample) and not is_typical(sample)
+    ]
+    limits, settings = (
+        np.zeros((len(filtered), NUM_LIMITS), np.int32),
+        [samples[i].sampling for i in filtered],
+    )
     limits[:, 0] = changes[filtered, 0]
     limits[:, 1] = filtered if is_copied else limits[:, 0]
     limits[:, 2] = [min(s.top_k, num_tokens) for s in settings]
     shares = np.array([(1.0 / s.temperature, s.top_p) for s in settings], np.float64).view(np.int32)
-    limits_at, shares_at = (slice(words.add(section.ravel()), words.size) for section in (limits, shares))
+    limits_at, shares_at = (
+        slice(words.add(section.ravel()), words.size) for section in (limits, shares)
+    )
     return Redraw(np.concatenate(words.sections), limits_at, shares_at, is_copied, typical)
 
 
@@ -144,7 +167,10 @@ def _pack_adjustments(words: _Sections, change: Words, sample: Sample) -> None:
     s = sample.sampling
     change[8:11].view(np.float32)[:] = s.repetition_penalty, s.frequency_penalty, s.presence_penalty
     if s.repetition_penalty != 1.0 or s.frequency_penalty or s.presence_penalty:
-        prompt, output = (np.asarray(ids, np.int32) for ids in (sample.prompt if s.repetition_penalty != 1.0 else (), sample.output))
+        prompt, output = (
+            np.asarray(ids, np.int32)
+            for ids in (sample.prompt if s.repetition_penalty != 1.0 else (), sample.output)
+        )
         change[1] = words.add(np.concatenate([prompt, output]))
         change[2] = change[1] + len(prompt)
         change[3] = change[2] + len(output)

@@ -1,7 +1,8 @@
-"""The layers of a decoder other than attention. Pure functions of their input; they know nothing of sequences and caches.
+"""The layers of a decoder other than attention. Pure functions of their input; they know nothing of
+sequences and caches.
 
-Shape letters: T tokens of the step, D hidden size, F intermediate size, V vocabulary, E experts, k chosen experts, g groups of experts,
-h heads (1 for the key), d rotated columns, r = d / 2 pairs.
+Shape letters: T tokens of the step, D hidden size, F intermediate size, V vocabulary, E experts, k
+chosen experts, g groups of experts, h heads (1 for the key), d rotated columns, r = d / 2 pairs.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,20 +28,24 @@ class Linear(nn.Linear):
     """x W^T + b."""
 
     def reset_parameters(self) -> None:
-        if not self.weight.is_meta:  # On the meta device there is nothing to fill, and trying takes most of the time to build a decoder.
+        # On the meta device there is nothing to fill, and trying takes most of the time to build a
+        # decoder.
+        if not self.weight.is_meta:
             super().reset_parameters()
 
 
 class Router(Linear):
-    """A linear layer in float32, whatever dtype its weights are stored in: rounding could change which experts are chosen."""
+    """A linear layer in float32, whatever dtype its weights are stored in: rounding could change
+    which experts are chosen.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x.float(), self.weight.float())
 
 
 class MLP(nn.Module):
-    """x_TD -> activation(x W_up + b) W_down + b. If gated, `up` is two matrices stacked: the gate's rows, then the rows whose product the
-    activated gate multiplies.
+    """x_TD -> activation(x W_up + b) W_down + b. If gated, `up` is two matrices stacked: the gate's
+    rows, then the rows whose product the activated gate multiplies.
     """
 
     def __init__(self, spec: ModelSpec, intermediate_size: int | None = None) -> None:
@@ -66,15 +71,25 @@ class MLP(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Each token passes the experts that the router chooses for it, weighted, and the shared MLP (DeepSeekMoE)."""
+    """Each token passes the experts that the router chooses for it, weighted, and the shared MLP
+    (DeepSeekMoE).
+    """
 
     def __init__(self, spec: ModelSpec, experts: Experts) -> None:
         super().__init__()
         self.options = experts
         self.router = Router(spec.hidden_size, experts.num_experts, bias=False)
-        self.choice_bias = nn.Parameter(torch.empty(experts.num_experts)) if experts.scoring == "sigmoid" else None
-        self.experts = nn.ModuleList(MLP(spec, experts.intermediate_size) for _ in range(experts.num_experts))
-        self.shared = MLP(spec, experts.shared_intermediate_size) if experts.shared_intermediate_size else None
+        self.choice_bias = (
+            nn.Parameter(torch.empty(experts.num_experts)) if experts.scoring == "sigmoid" else None
+        )
+        self.experts = nn.ModuleList(
+            MLP(spec, experts.intermediate_size) for _ in range(experts.num_experts)
+        )
+        self.shared = (
+            MLP(spec, experts.shared_intermediate_size)
+            if experts.shared_intermediate_size
+            else None
+        )
         self.softmax: Callable[[Tensor], Tensor] = partial(torch.softmax, dim=-1)
 
     def forward(self, x_TD: Tensor) -> Tensor:
@@ -83,18 +98,26 @@ class MixtureOfExperts(nn.Module):
         for number in chosen_Tk.unique().tolist():
             token_n, place_n = torch.where(chosen_Tk == number)
             y_nD = self.experts[number](x_TD[token_n]) * weights_Tk[token_n, place_n, None]
-            y_TD[token_n] += y_nD.to(y_TD.dtype)  # Each token occurs once per expert: no sum depends on an order that the device chooses.
+            y_TD[token_n] += y_nD.to(
+                y_TD.dtype
+                # Each token occurs once per expert: no sum depends on an order that the device
+                # chooses.
+            )
         return y_TD
 
     def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and indices of each token's experts. A group is ranked by its best expert or, with a choice bias, its best two."""
+        """Weights and indices of each token's experts. A group is ranked by its best expert or,
+        with a choice bias, its best two.
+        """
         options = self.options
         logits_TE = self.router(x_TD)
         scores_TE = self.softmax(logits_TE) if self.choice_bias is None else _sigmoid(logits_TE)
         choice_TE = scores_TE if self.choice_bias is None else scores_TE + self.choice_bias.float()
         if options.num_groups > 1:
             grouped_Tge = choice_TE.unflatten(-1, (options.num_groups, -1))
-            best_Tg = grouped_Tge.topk(1 if self.choice_bias is None else 2, dim=-1).values.sum(dim=-1)
+            best_Tg = grouped_Tge.topk(1 if self.choice_bias is None else 2, dim=-1).values.sum(
+                dim=-1
+            )
             groups_Tc = _largest(best_Tg, options.num_chosen_groups)
             hidden_Tg = torch.ones_like(best_Tg, dtype=torch.bool).scatter(-1, groups_Tc, False)
             choice_TE = grouped_Tge.masked_fill(hidden_Tg[..., None], -torch.inf).flatten(-2)
@@ -102,17 +125,23 @@ class MixtureOfExperts(nn.Module):
         weights_Tk = scores_TE.gather(-1, chosen_Tk)
         if options.normalised:
             # In a fixed order: how torch sums a row may depend on the number of rows.
-            weights_Tk = weights_Tk / (reduce(torch.add, weights_Tk.unbind(dim=-1))[:, None] + 1e-20)
+            weights_Tk = weights_Tk / (
+                reduce(torch.add, weights_Tk.unbind(dim=-1))[:, None] + 1e-20
+            )
         return weights_Tk * options.scale, chosen_Tk
 
 
 def _largest(x_TE: Tensor, count: int) -> Tensor:
-    """Indices of each row's largest numbers; of equal ones the first, where torch.topk leaves the choice to the device."""
+    """Indices of each row's largest numbers; of equal ones the first, where torch.topk leaves the
+    choice to the device.
+    """
     return x_TE.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def _sigmoid(x: Tensor) -> Tensor:
-    """Instead of torch.sigmoid, which computes the last numbers of a tensor differently: a token's score would depend on its place."""
+    """Instead of torch.sigmoid, which computes the last numbers of a tensor differently: a token's
+    score would depend on its place.
+    """
     return 1.0 / (1.0 + (-x).exp())
 
 
@@ -127,7 +156,9 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + epsilon) * (weight + offset), in float32 (Zhang and Sennrich 2019, arXiv 1910.07467)."""
+    """x / sqrt(mean(x^2) + epsilon) * (weight + offset), in float32 (Zhang and Sennrich 2019, arXiv
+    1910.07467).
+    """
 
     centred, bias = False, None
 
@@ -153,10 +184,16 @@ Branch = tuple[Tensor, Any]
 """The output of attention or an MLP, and the norm of it, if there is one."""
 
 
-def add_norm(x_TD: Tensor, branches: Sequence[Branch], scale: float, next_norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """Adds scaled branches to the residual stream, one after another. -> the stream, and its `next_norm`"""
+def add_norm(
+    x_TD: Tensor, branches: Sequence[Branch], scale: float, next_norm: nn.Module
+) -> tuple[Tensor, Tensor]:
+    """Adds scaled branches to the residual stream, one after another. -> the stream, and its
+    `next_norm`
+    """
     for branch_TD, branch_norm in branches:
-        x_TD = torch.add(x_TD, branch_TD if branch_norm is None else branch_norm(branch_TD), alpha=scale)
+        x_TD = torch.add(
+            x_TD, branch_TD if branch_norm is None else branch_norm(branch_TD), alpha=scale
+        )
     return x_TD, next_norm(x_TD)
 
 
@@ -164,7 +201,8 @@ class Embedding(nn.Embedding):
     """An embedding table."""
 
     def reset_parameters(self) -> None:
-        # On the meta device there is nothing to fill, and trying imports torch's compiler: 1.4 s and 150 MB.
+        # On the meta device there is nothing to fill, and trying imports torch's compiler: 1.4 s
+        # and 150 MB.
         if not self.weight.is_meta:
             super().reset_parameters()
 
@@ -175,17 +213,25 @@ class Embedding(nn.Embedding):
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The rotary embedding of a step's tokens: cosine and sine for each token and pair of columns."""
+    """The rotary embedding of a step's tokens: cosine and sine for each token and pair of
+    columns.
+    """
 
     cosine_Tr: Tensor
     sine_Tr: Tensor
     interleaved: bool
 
     def __call__(self, x_Thd: Tensor) -> Tensor:
-        """Rotates pair i of each head's columns. Interleaved pairs come out as halves, which leaves every dot product the same."""
+        """Rotates pair i of each head's columns. Interleaved pairs come out as halves, which leaves
+        every dot product the same.
+        """
         cosine_T1r, sine_T1r = self.cosine_Tr[:, None], self.sine_Tr[:, None]
-        a_Thr, b_Thr = (x_Thd[..., 0::2], x_Thd[..., 1::2]) if self.interleaved else x_Thd.chunk(2, dim=-1)
-        return torch.cat([a_Thr * cosine_T1r - b_Thr * sine_T1r, b_Thr * cosine_T1r + a_Thr * sine_T1r], dim=-1)
+        a_Thr, b_Thr = (
+            (x_Thd[..., 0::2], x_Thd[..., 1::2]) if self.interleaved else x_Thd.chunk(2, dim=-1)
+        )
+        return torch.cat(
+            [a_Thr * cosine_T1r - b_Thr * sine_T1r, b_Thr * cosine_T1r + a_Thr * sine_T1r], dim=-1
+        )
 
     def both(self, q_Thd: Tensor, k_Td: Tensor) -> tuple[Tensor, Tensor]:
         """Rotates queries and the one key, for backends that do not fuse this. -> q_Thd, k_Td"""

@@ -1,9 +1,11 @@
-"""Sampling tokens from logits. A draw depends only on its own row's logits, its history and (seed, choice, output index).
+"""Sampling tokens from logits. A draw depends only on its own row's logits, its history and (seed,
+choice, output index).
 
-There is no generator state: preempting, replaying or batching a sequence differently cannot change what it draws.
+There is no generator state: preempting, replaying or batching a sequence differently cannot change
+what it draws.
 
-Shape letters: S rows that sample, F rows that need sorting, V vocabulary, N tokens named by a request, or settings of a row, R results of a
-row.
+Shape letters: S rows that sample, F rows that need sorting, V vocabulary, N tokens named by a
+request, or settings of a row, R results of a row.
 """
 
 import logging
@@ -25,16 +27,22 @@ from model.step import Sample, SampledToken, SampleError
 log = logging.getLogger("onehead.engine")
 
 NOT_FINITE = SampleError("the logits of this request are not finite", code="numerical_error")
-NOT_FINITE_STATES = SampleError("a numerical error: the model's states for this request are not finite", code="numerical_error")
-NOT_SAMPLED = SampleError("an internal error in drawing this request's token", code="sampling_error")
+NOT_FINITE_STATES = SampleError(
+    "a numerical error: the model's states for this request are not finite", code="numerical_error"
+)
+NOT_SAMPLED = SampleError(
+    "an internal error in drawing this request's token", code="sampling_error"
+)
 FAILED = "the token of one sequence could not be drawn; only its request fails"
-NOTHING_ALLOWED = SampleError("allowed_token_ids, bad_words, min_tokens or its grammar exclude every token", refused=True)
+NOTHING_ALLOWED = SampleError(
+    "allowed_token_ids, bad_words, min_tokens or its grammar exclude every token", refused=True
+)
 ALL_FINITE = 3
 """A row's last result (RowDraws.results_SR) where everything is finite."""
 LEAST_NOISE = 1e-300
 DRAWN_AT_ONCE = 64
-"""Random draws that are computed at a time, where the device has no kernel for them: they take about a dozen 64-bit numbers for each of
-their logits.
+"""Random draws that are computed at a time, where the device has no kernel for them: they take
+about a dozen 64-bit numbers for each of their logits.
 """
 
 
@@ -60,15 +68,19 @@ def begin_draw(
     drawn_S: Tensor | None = None,
     captured: Captured | None = None,
 ) -> Draws:
-    """One token for each row: those of `decode`, then those of `samples`. `drawn_S` holds them too. Log-probabilities are the model's own,
-    before penalties, temperature and filters.
+    """One token for each row: those of `decode`, then those of `samples`. `drawn_S` holds them too.
+    Log-probabilities are the model's own, before penalties, temperature and filters.
 
-    A row without a finite largest logit (NaN, infinity, every token forbidden) draws nothing: its token would be noise. Nor does a row
-    whose sampling raises an unexpected error; the others draw what they would have drawn. Raises MemoryError, and the error of a broken
-    device.
+    A row without a finite largest logit (NaN, infinity, every token forbidden) draws nothing: its
+    token would be noise. Nor does a row whose sampling raises an unexpected error; the others draw
+    what they would have drawn. Raises MemoryError, and the error of a broken device.
     """
     if captured is None and (draws := device.row_draws(*logits_SV.shape)) is not None:
-        settings = settings_SN(samples) if decode is None else np.concatenate([decode.settings_RN, settings_SN(samples)])
+        settings = (
+            settings_SN(samples)
+            if decode is None
+            else np.concatenate([decode.settings_RN, settings_SN(samples)])
+        )
         captured = Captured(draws, device.upload(torch.from_numpy(settings)))
         draws.draw(logits_SV, captured.settings_SN, drawn_S)
     if captured is not None:
@@ -76,40 +88,72 @@ def begin_draw(
         special = {}
         if known or samples:
             listed = enumerate(samples, start=0 if decode is None else len(decode))
-            special = {i: sample for i, sample in chain(enumerate(known), listed) if needs_more(sample)}
+            special = {
+                i: sample for i, sample in chain(enumerate(known), listed) if needs_more(sample)
+            }
         return KernelDrawn(device, logits_SV, special, drawn_S, captured)
-    parts = _parts(device, logits_SV, samples if decode is None else [*decode.current_samples(), *samples])
+    parts = _parts(
+        device, logits_SV, samples if decode is None else [*decode.current_samples(), *samples]
+    )
     if drawn_S is not None:
         zero = torch.zeros(1, dtype=torch.long, device=device.torch_device)
-        drawn_S[: len(logits_SV)].copy_(torch.cat([part.tokens_S if isinstance(part, _Part) else zero for part in parts]))
+        drawn_S[: len(logits_SV)].copy_(
+            torch.cat([part.tokens_S if isinstance(part, _Part) else zero for part in parts])
+        )
     return TorchDrawn(parts)
 
 
 class KernelDrawn:
-    """Draws of the device's kernels, which have drawn for every row already; `special` rows, which need more than kernels know, are drawn
-    again, or told what else was likely.
+    """Draws of the device's kernels, which have drawn for every row already; `special` rows, which
+    need more than kernels know, are drawn again, or told what else was likely.
     """
 
     def __init__(
-        self, device: Device, logits_SV: Tensor, special: Mapping[int, Sample], drawn_S: Tensor | None, captured: Captured
+        self,
+        device: Device,
+        logits_SV: Tensor,
+        special: Mapping[int, Sample],
+        drawn_S: Tensor | None,
+        captured: Captured,
     ) -> None:
-        self._device, self._logits_SV, self._special, self._drawn_S, self._captured = device, logits_SV, special, drawn_S, captured
+        self._device, self._logits_SV, self._special, self._drawn_S, self._captured = (
+            device,
+            logits_SV,
+            special,
+            drawn_S,
+            captured,
+        )
         self._failed: list[int] = []
-        if special and (again := [i for i, sample in special.items() if is_adjusted(sample) or is_filtered(sample)]):
+        if special and (
+            again := [
+                i for i, sample in special.items() if is_adjusted(sample) or is_filtered(sample)
+            ]
+        ):
             self._redraw(again)
         results_SR = captured.draws.results_SR[: len(logits_SV)]
         self._results_SR = device.download(results_SR)
         self._tops: _Tops | None = None
-        if special and any(sample.num_top or sample.sampling.logprob_token_ids for sample in special.values()):
+        if special and any(
+            sample.num_top or sample.sampling.logprob_token_ids for sample in special.values()
+        ):
             num_tops, named = [0] * len(logits_SV), list[Sequence[int]]([()]) * len(logits_SV)
             for i, sample in special.items():
                 num_tops[i], named[i] = sample.num_top, sample.sampling.logprob_token_ids
-            self._tops = _Tops(device, logits_SV, results_SR[:, 2].view(torch.float32), num_tops, named)
+            self._tops = _Tops(
+                device, logits_SV, results_SR[:, 2].view(torch.float32), num_tops, named
+            )
 
     def _redraw(self, rows: list[int]) -> None:
         samples, (draws, settings) = [self._special[i] for i in rows], self._captured
         try:
-            draws.redraw(self._logits_SV, settings, self._drawn_S, rows, samples, partial(_restrict, self._device))
+            draws.redraw(
+                self._logits_SV,
+                settings,
+                self._drawn_S,
+                rows,
+                samples,
+                partial(_restrict, self._device),
+            )
         except (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError):
             raise
         except Exception:
@@ -123,11 +167,19 @@ class KernelDrawn:
 
     def read(self) -> list[SampledToken | SampleError]:
         results = self._results_SR.numpy()
-        tokens, logprobs, states = results[:, 0].tolist(), results[:, 1].view(np.float32).tolist(), results[:, 4]
-        tops: Sequence[tuple[tuple[int, float], ...]] = [()] * len(tokens) if self._tops is None else self._tops.read()
+        tokens, logprobs, states = (
+            results[:, 0].tolist(),
+            results[:, 1].view(np.float32).tolist(),
+            results[:, 4],
+        )
+        tops: Sequence[tuple[tuple[int, float], ...]] = (
+            [()] * len(tokens) if self._tops is None else self._tops.read()
+        )
         if not self._special and states.tolist().count(ALL_FINITE) == len(states):
             return list(map(SampledToken, tokens, logprobs, tops))
-        outcomes = list(map(_outcome, tokens, logprobs, *results[:, 2:4].view(np.float32).T.tolist(), tops))
+        outcomes = list(
+            map(_outcome, tokens, logprobs, *results[:, 2:4].view(np.float32).T.tolist(), tops)
+        )
         for row in self._failed:
             outcomes[row] = NOT_SAMPLED
         for row in (states & 1 == 0).nonzero()[0].tolist():
@@ -142,10 +194,16 @@ class TorchDrawn:
         self._parts = parts
 
     def read(self) -> list[SampledToken | SampleError]:
-        return [outcome for part in self._parts for outcome in (part.read() if isinstance(part, _Part) else [part])]
+        return [
+            outcome
+            for part in self._parts
+            for outcome in (part.read() if isinstance(part, _Part) else [part])
+        ]
 
 
-def _parts(device: Device, logits_SV: Tensor, samples: Sequence[Sample]) -> "list[_Part | SampleError]":
+def _parts(
+    device: Device, logits_SV: Tensor, samples: Sequence[Sample]
+) -> "list[_Part | SampleError]":
     try:
         return [_Part(device, logits_SV, samples)]
     except (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError):
@@ -155,7 +213,11 @@ def _parts(device: Device, logits_SV: Tensor, samples: Sequence[Sample]) -> "lis
         if len(samples) == 1:
             log.exception(FAILED)
             return [NOT_SAMPLED]
-        return [part for i, sample in enumerate(samples) for part in _parts(device, logits_SV[i : i + 1], [sample])]
+        return [
+            part
+            for i, sample in enumerate(samples)
+            for part in _parts(device, logits_SV[i : i + 1], [sample])
+        ]
 
 
 class _Part:
@@ -167,7 +229,9 @@ class _Part:
         adjusted_SV = _adjust(device, logits_SV, samples)
         if adjusted_SV is not logits_SV:
             largest_S, tokens_S = adjusted_SV.max(dim=-1)
-        random = [i for i, sample in enumerate(samples) if sample.sampling.temperature >= GREEDY_BELOW]
+        random = [
+            i for i, sample in enumerate(samples) if sample.sampling.temperature >= GREEDY_BELOW
+        ]
         for begin in range(0, len(random), DRAWN_AT_ONCE):
             drawn = random[begin : begin + DRAWN_AT_ONCE]
             rows = _rows(device, drawn, adjusted_SV)
@@ -177,10 +241,16 @@ class _Part:
         self._tokens_S = device.download(tokens_S)
         self._numbers_3S = device.download(torch.stack([logprobs_S, normaliser_S, largest_S]))
         named = [sample.sampling.logprob_token_ids for sample in samples]
-        self._tops = _Tops(device, logits_SV, normaliser_S, [sample.num_top for sample in samples], named)
+        self._tops = _Tops(
+            device, logits_SV, normaliser_S, [sample.num_top for sample in samples], named
+        )
 
     def read(self) -> list[SampledToken | SampleError]:
-        tokens, (logprobs, normalisers, largest), tops = self._tokens_S.tolist(), self._numbers_3S.tolist(), self._tops.read()
+        tokens, (logprobs, normalisers, largest), tops = (
+            self._tokens_S.tolist(),
+            self._numbers_3S.tolist(),
+            self._tops.read(),
+        )
         if all(map(isfinite, normalisers)) and all(map(isfinite, largest)):
             return list(map(SampledToken, tokens, logprobs, tops))
         return list(map(_outcome, tokens, logprobs, normalisers, largest, tops))
@@ -192,7 +262,11 @@ def _rows(device: Device, wanted: list[int], x_SV: Tensor) -> Tensor | slice:
 
 
 def _outcome(
-    token: int, logprob: float, normaliser: float, largest: float, top: tuple[tuple[int, float], ...]
+    token: int,
+    logprob: float,
+    normaliser: float,
+    largest: float,
+    top: tuple[tuple[int, float], ...],
 ) -> SampledToken | SampleError:
     if isfinite(normaliser) and isfinite(largest):
         return SampledToken(token, logprob, top)
@@ -200,11 +274,13 @@ def _outcome(
 
 
 class Scores:
-    """The log-probability, rank and likeliest alternatives of each row's known token, under the model's own distribution. To be read once
-    the device has computed them.
+    """The log-probability, rank and likeliest alternatives of each row's known token, under the
+    model's own distribution. To be read once the device has computed them.
     """
 
-    def __init__(self, device: Device, logits_SV: Tensor, targets: Sequence[int], num_tops: Sequence[int]) -> None:
+    def __init__(
+        self, device: Device, logits_SV: Tensor, targets: Sequence[int], num_tops: Sequence[int]
+    ) -> None:
         logits_SV = logits_SV.float()
         normaliser_S = device.summary(logits_SV)[0]
         chosen_S1 = logits_SV.gather(1, device.upload(targets)[:, None])
@@ -216,21 +292,36 @@ class Scores:
     def read(self) -> list[SampledToken]:
         return [
             SampledToken(*row)
-            for row in zip(self._targets, self._logprobs_S.tolist(), self._tops.read(), self._ranks_S.tolist(), strict=True)
+            for row in zip(
+                self._targets,
+                self._logprobs_S.tolist(),
+                self._tops.read(),
+                self._ranks_S.tolist(),
+                strict=True,
+            )
         ]
 
 
 class _Tops:
-    """For each row its `num_tops` likeliest tokens with their log-probabilities, or the tokens named by its request."""
+    """For each row its `num_tops` likeliest tokens with their log-probabilities, or the tokens
+    named by its request.
+    """
 
     def __init__(
-        self, device: Device, logits_SV: Tensor, normaliser_S: Tensor, num_tops: Sequence[int], named: Sequence[Sequence[int]] = ()
+        self,
+        device: Device,
+        logits_SV: Tensor,
+        normaliser_S: Tensor,
+        num_tops: Sequence[int],
+        named: Sequence[Sequence[int]] = (),
     ) -> None:
         self._num_tops = num_tops
         self._named = named
         if most := max(map(len, named), default=0):
             ids_SN = device.upload([(*ids, *[0] * (most - len(ids))) for ids in named])
-            self._named_SN = device.download(logits_SV.gather(1, ids_SN).float() - normaliser_S[:, None])
+            self._named_SN = device.download(
+                logits_SV.gather(1, ids_SN).float() - normaliser_S[:, None]
+            )
         self._rows = [i for i, count in enumerate(num_tops) if count]
         if self._rows:
             most = min(max(num_tops), logits_SV.shape[-1])
@@ -243,16 +334,22 @@ class _Tops:
     def read(self) -> list[tuple[tuple[int, float], ...]]:
         tops: list[tuple[tuple[int, float], ...]] = [()] * len(self._num_tops)
         if self._rows:
-            for i, ids, logprobs in zip(self._rows, self._ids_FK.tolist(), self._logprobs_FK.tolist(), strict=True):
+            for i, ids, logprobs in zip(
+                self._rows, self._ids_FK.tolist(), self._logprobs_FK.tolist(), strict=True
+            ):
                 tops[i] = tuple(zip(ids, logprobs, strict=True))[: self._num_tops[i]]
         if any(self._named):
-            for i, (ids, logprobs) in enumerate(zip(self._named, self._named_SN.tolist(), strict=True)):
+            for i, (ids, logprobs) in enumerate(
+                zip(self._named, self._named_SN.tolist(), strict=True)
+            ):
                 tops[i] = tuple(zip(ids, logprobs, strict=False)) or tops[i]
         return tops
 
 
 def _adjust(device: Device, logits_SV: Tensor, samples: Sequence[Sample]) -> Tensor:
-    """Logits after penalties, bias and forbidden tokens. Copies only if some row needs any of them."""
+    """Logits after penalties, bias and forbidden tokens. Copies only if some row needs any of
+    them.
+    """
     rows = [i for i, sample in enumerate(samples) if is_adjusted(sample)]
     if not rows:
         return logits_SV
@@ -267,11 +364,15 @@ def _adjust_row(device: Device, logits_V: Tensor, sample: Sample) -> None:
     if s.repetition_penalty != 1.0:
         seen = device.upload([*sample.prompt, *sample.output])
         values = logits_V[seen]
-        logits_V[seen] = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
+        logits_V[seen] = torch.where(
+            values > 0, values / s.repetition_penalty, values * s.repetition_penalty
+        )
     if sample.output and (s.frequency_penalty or s.presence_penalty):
         ids = device.upload(sample.output)
         # Instead of torch.bincount, which waits for a GPU.
-        counts_V = torch.zeros_like(logits_V, dtype=torch.long).scatter_add_(0, ids, torch.ones_like(ids))
+        counts_V = torch.zeros_like(logits_V, dtype=torch.long).scatter_add_(
+            0, ids, torch.ones_like(ids)
+        )
         logits_V -= s.frequency_penalty * counts_V + s.presence_penalty * (counts_V > 0)
     if s.logit_bias:
         ids = device.upload(list(s.logit_bias))
@@ -289,14 +390,18 @@ def _keys(samples: Sequence[Sample]) -> list[Key]:
 
 
 def _draw_random(device: Device, logits_SV: Tensor, samples: Sequence[Sample]) -> Tensor:
-    """Draws by the Gumbel-max trick in its exponential form: the token with the largest p_v / noise_v. -> tokens_S
+    """Draws by the Gumbel-max trick in its exponential form: the token with the largest p_v /
+    noise_v. -> tokens_S
 
-    Logits that differ in their last bits, as between batches or replays, change a draw only if two tokens are almost equal. Drawing from
-    the cumulative sum would move every token's boundary a little.
+    Logits that differ in their last bits, as between batches or replays, change a draw only if two
+    tokens are almost equal. Drawing from the cumulative sum would move every token's boundary a
+    little.
     """
     probs_SV = _filtered(device, logits_SV, samples)
     min_p_S = device.upload([s.sampling.min_p for s in samples], torch.float64)
-    probs_SV = probs_SV.masked_fill(probs_SV < probs_SV.amax(dim=-1, keepdim=True) * min_p_S[:, None], 0.0)
+    probs_SV = probs_SV.masked_fill(
+        probs_SV < probs_SV.amax(dim=-1, keepdim=True) * min_p_S[:, None], 0.0
+    )
     noise_SV = device.exponential_noise(_keys(samples), probs_SV.shape[-1])
     # Never 0, where a token of probability 0 would win.
     return probs_SV.div_(noise_SV.clamp_(min=LEAST_NOISE)).argmax(dim=-1)
@@ -307,12 +412,19 @@ def _restrict(device: Device, logits_FV: Tensor, samples: Sequence[Sample]) -> T
     parts = []
     for begin in range(0, len(samples), DRAWN_AT_ONCE):
         part_FV = logits_FV[begin : begin + DRAWN_AT_ONCE]
-        parts.append(part_FV.masked_fill(_filtered(device, part_FV, samples[begin : begin + DRAWN_AT_ONCE]) == 0.0, -torch.inf))
+        parts.append(
+            part_FV.masked_fill(
+                _filtered(device, part_FV, samples[begin : begin + DRAWN_AT_ONCE]) == 0.0,
+                -torch.inf,
+            )
+        )
     return torch.cat(parts)
 
 
 def _filtered(device: Device, logits_SV: Tensor, samples: Sequence[Sample]) -> Tensor:
-    """Each token's share of the likeliest one's probability, 0 outside top-k, top-p and typical-p."""
+    """Each token's share of the likeliest one's probability, 0 outside top-k, top-p and
+    typical-p.
+    """
     temperature_S = device.upload([s.sampling.temperature for s in samples], torch.float64)
     scaled_SV = logits_SV.double() / temperature_S[:, None]
     # Not normalised, as nothing here depends on that: torch's sum of a row may depend on its place.
@@ -331,7 +443,9 @@ def _filtered(device: Device, logits_SV: Tensor, samples: Sequence[Sample]) -> T
 def _keep_likeliest(device: Device, probs_FV: Tensor, samples: Sequence[Sample]) -> Tensor:
     """Probabilities with everything outside top-k, then outside top-p of what is left, set to 0."""
     vocab_size = probs_FV.shape[-1]
-    top_k_F = device.upload([s.sampling.top_k if s.sampling.top_k > 0 else vocab_size for s in samples])
+    top_k_F = device.upload(
+        [s.sampling.top_k if s.sampling.top_k > 0 else vocab_size for s in samples]
+    )
     top_p_F = device.upload([s.sampling.top_p for s in samples], probs_FV.dtype)
     sorted_FV, order_FV = probs_FV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(vocab_size, device=probs_FV.device)
@@ -341,8 +455,9 @@ def _keep_likeliest(device: Device, probs_FV: Tensor, samples: Sequence[Sample])
 
 
 def _keep_typical(device: Device, probs_FV: Tensor, samples: Sequence[Sample]) -> Tensor:
-    """Probabilities with all but the most typical tokens set to 0: those whose surprise is nearest to the distribution's entropy,
-    as many as hold typical_p of the probability (Meister et al. 2022, section 3).
+    """Probabilities with all but the most typical tokens set to 0: those whose surprise is nearest
+    to the distribution's entropy, as many as hold typical_p of the probability (Meister et al.
+    2022, section 3).
     """
     typical_p_F = device.upload([s.sampling.typical_p for s in samples], probs_FV.dtype)
     normal_FV = probs_FV / _total(probs_FV)
@@ -355,9 +470,13 @@ def _keep_typical(device: Device, probs_FV: Tensor, samples: Sequence[Sample]) -
 
 
 def _outside(sorted_FV: Tensor, share_F: Tensor) -> Tensor:
-    """A mask of the numbers after the first ones that make up this share of the row's sum. The first number is never masked."""
+    """A mask of the numbers after the first ones that make up this share of the row's sum. The
+    first number is never masked.
+    """
     parts_FV = _whole(sorted_FV)
-    outside_FV = parts_FV.cumsum(dim=-1) - parts_FV >= share_F[:, None] * parts_FV.sum(dim=-1, keepdim=True)
+    outside_FV = parts_FV.cumsum(dim=-1) - parts_FV >= share_F[:, None] * parts_FV.sum(
+        dim=-1, keepdim=True
+    )
     outside_FV[:, 0] = False
     return outside_FV
 
@@ -368,8 +487,8 @@ def _total(x_FV: Tensor) -> Tensor:
 
 
 def _whole(x_FV: Tensor) -> Tensor:
-    """Numbers from 0 to 1 as integer multiples of a tiny unit: integer sums are the same in every order, while torch's order depends on
-    the number of rows, and on a GPU on timing.
+    """Numbers from 0 to 1 as integer multiples of a tiny unit: integer sums are the same in every
+    order, while torch's order depends on the number of rows, and on a GPU on timing.
     """
     return (x_FV * _unit(x_FV)).round().long()
 

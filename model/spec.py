@@ -1,7 +1,8 @@
 """ModelSpec: what a decoder is, as data.
 
-A family module turns a checkpoint's config.json into one of these; the decoder is built from it and from nothing else.
-Invariant: there is exactly one key/value head. It knows no file names, no tensors and no torch.
+A family module turns a checkpoint's config.json into one of these; the decoder is built from it and
+from nothing else. Invariant: there is exactly one key/value head. It knows no file names, no
+tensors and no torch.
 """
 
 from dataclasses import dataclass
@@ -12,24 +13,30 @@ class OptionError(ValueError):
 
 
 class CheckpointError(Exception):
-    """A checkpoint folder that cannot be served; the message names the file and key, what was expected and what was found."""
+    """A checkpoint folder that cannot be served; the message names the file and key, what was
+    expected and what was found.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Rotary position embedding (Su et al. 2021): pair i of the rotated columns turns by position * inverse_frequencies[i] radians."""
+    """Rotary position embedding (Su et al. 2021): pair i of the rotated columns turns by position *
+    inverse_frequencies[i] radians.
+    """
 
     inverse_frequencies: tuple[float, ...]
     scale: float = 1.0
     """Multiplies cosine and sine (YaRN, Peng et al. 2023, section 3.4)."""
     interleaved: bool = False
-    """Pairs are columns (0, 1), (2, 3), ...; otherwise column i and the one half the width after it."""
+    """Pairs are columns (0, 1), (2, 3), ...; otherwise column i and the one half the width after
+    it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1). Absorbed, it is multi-query attention: one key of
-    `rank` + `rotary_dim` columns, of which the first `rank` are the value.
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1). Absorbed, it is
+    multi-query attention: one key of `rank` + `rotary_dim` columns, of which the first `rank` are
+    the value.
     """
 
     rank: int
@@ -44,7 +51,9 @@ class Latent:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts in every layer from `first_layer` on (DeepSeekMoE, arXiv 2401.06066; V3's routing, 2412.19437)."""
+    """A mixture of experts in every layer from `first_layer` on (DeepSeekMoE, arXiv 2401.06066;
+    V3's routing, 2412.19437).
+    """
 
     first_layer: int
     num_experts: int
@@ -63,7 +72,9 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Dimensions and switches of one decoder. Sizes are counts of elements. The defaults are GPT-2's block."""
+    """Dimensions and switches of one decoder. Sizes are counts of elements. The defaults are
+    GPT-2's block.
+    """
 
     model_type: str
     vocab_size: int
@@ -86,9 +97,11 @@ class ModelSpec:
     out_bias: bool = True
     mlp_bias: bool = True
     gated_mlp: bool = False
-    """activation(x W_gate) * (x W_up) instead of activation(x W_up) (Shazeer 2020, arXiv 2002.05202)."""
+    """activation(x W_gate) * (x W_up) instead of activation(x W_up) (Shazeer 2020, arXiv
+    2002.05202)."""
     parallel: bool = False
-    """Attention and MLP read the same state and are added together (GPT-J); else one after the other."""
+    """Attention and MLP read the same state and are added together (GPT-J); else one after the
+    other."""
     shared_norm: bool = False
     """In a parallel block, the MLP reads the output of the attention's norm."""
     branch_norms: bool = False
@@ -103,14 +116,18 @@ class ModelSpec:
     window_rotary: Rotary | None = None
     """The rotary embedding of layers with a window, if it differs."""
     windows: tuple[int | None, ...] = ()
-    """For each layer the number of keys a token attends to, its own included; None, or an empty tuple, is no limit."""
+    """For each layer the number of keys a token attends to, its own included; None, or an empty
+    tuple, is no limit."""
     latent: Latent | None = None
     experts: Experts | None = None
     num_unread_layers: int = 0
-    """Layers after the last that a checkpoint may hold and that are not read: they predict further tokens."""
+    """Layers after the last that a checkpoint may hold and that are not read: they predict further
+    tokens."""
 
     def window(self, layer: int) -> int | None:
-        """The number of keys a token attends to in this layer, its own included; None is no limit."""
+        """The number of keys a token attends to in this layer, its own included; None is no
+        limit.
+        """
         return self.windows[layer] if self.windows else None
 
     @property
@@ -129,19 +146,33 @@ class ModelSpec:
         return self.latent is not None
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of K and V that one token takes over all layers, as long as it is within every layer's window. With latent attention the
-        value lies in the key.
+        """Bytes of K and V that one token takes over all layers, as long as it is within every
+        layer's window. With latent attention the value lies in the key.
         """
-        return self.num_layers * (self.key_dim + (0 if self.value_in_key else self.value_dim)) * itemsize
+        return (
+            self.num_layers
+            * (self.key_dim + (0 if self.value_in_key else self.value_dim))
+            * itemsize
+        )
 
     def contexts(self) -> list[int]:
-        """Context lengths for tables: powers of two from 512 (or less for a small model) up to the model's maximum, and that maximum."""
+        """Context lengths for tables: powers of two from 512 (or less for a small model) up to the
+        model's maximum, and that maximum.
+        """
         least = min(512, self.max_positions)
-        powers = [2**k for k in range(least.bit_length() - 1, self.max_positions.bit_length()) if least <= 2**k < self.max_positions]
+        powers = [
+            2**k
+            for k in range(least.bit_length() - 1, self.max_positions.bit_length())
+            if least <= 2**k < self.max_positions
+        ]
         return [*powers, self.max_positions]
 
     def multi_head_bytes_per_token(self, itemsize: int) -> int:
         """Bytes that the same token would occupy with a key and a value for every query head."""
         latent = self.latent
-        both = 2 * self.head_dim if latent is None else latent.plain_dim + latent.rotary_dim + latent.value_dim
+        both = (
+            2 * self.head_dim
+            if latent is None
+            else latent.plain_dim + latent.rotary_dim + latent.value_dim
+        )
         return self.num_layers * self.num_query_heads * both * itemsize

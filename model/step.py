@@ -1,8 +1,11 @@
-"""The contract between scheduler and runner: what one step computes, and its results. Plain frozen data, no torch.
+"""The contract between scheduler and runner: what one step computes, and its results. Plain frozen
+data, no torch.
 
-A Row does not distinguish prefill from decode: it computes `tokens` at positions start, start + 1, ..., and if these reach the end of the
-sequence, it samples one more. Known tokens (of a prompt, or forced by a grammar) can be scored in the same step. Objects that a step makes
-for every row are msgspec Structs, untracked by the garbage collector: a frozen dataclass takes ten times as long to make.
+A Row does not distinguish prefill from decode: it computes `tokens` at positions start, start + 1,
+..., and if these reach the end of the sequence, it samples one more. Known tokens (of a prompt, or
+forced by a grammar) can be scored in the same step. Objects that a step makes for every row are
+msgspec Structs, untracked by the garbage collector: a frozen dataclass takes ten times as long to
+make.
 """
 
 from array import array
@@ -18,11 +21,14 @@ if TYPE_CHECKING:
     from model.decode import DecodeStep
 
 PENDING = -1
-"""Placeholder for the last token of a row: the one that its sequence samples in the previous step, which is still being computed."""
+"""Placeholder for the last token of a row: the one that its sequence samples in the previous step,
+which is still being computed."""
 
 
 def bitmap(ids: Collection[int]) -> bytes:
-    """One bit for each id, least significant first, up to the largest of them; empty without ids."""
+    """One bit for each id, least significant first, up to the largest of them; empty without
+    ids.
+    """
     bits = bytearray(max(ids, default=-8) // 8 + 1)
     for id in ids:
         bits[id // 8] |= 1 << id % 8
@@ -31,9 +37,11 @@ def bitmap(ids: Collection[int]) -> bytes:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn. The defaults draw from the model's distribution unchanged; temperature 0 takes the likeliest.
+    """How the next token is drawn. The defaults draw from the model's distribution unchanged;
+    temperature 0 takes the likeliest.
 
-    The one description of a draw: requests are made into it, and the API process sends it to the engine as it is.
+    The one description of a draw: requests are made into it, and the API process sends it to the
+    engine as it is.
     """
 
     temperature: float = 1.0
@@ -46,7 +54,8 @@ class Sampling:
     typical_p: float = 1.0
     """Keep the most typical tokens that hold this probability (Meister et al. 2022)."""
     repetition_penalty: float = 1.0
-    """Divides positive logits, multiplies negative ones, of tokens in prompt or output (Keskar et al. 2019)."""
+    """Divides positive logits, multiplies negative ones, of tokens in prompt or output (Keskar et
+    al. 2019)."""
     frequency_penalty: float = 0.0
     """Subtracted once for each occurrence in the output."""
     presence_penalty: float = 0.0
@@ -54,11 +63,13 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these tokens."""
     allowed_tokens: bytes = b""
-    """The only tokens that can be drawn: one bit for each id, least significant first. Empty allows all. A bitmap because it is sent with
-    every sequence and read for every draw: it is bounded by the vocabulary, and repeated ids cost nothing.
+    """The only tokens that can be drawn: one bit for each id, least significant first. Empty allows
+    all. A bitmap because it is sent with every sequence and read for every draw: it is bounded by
+    the vocabulary, and repeated ids cost nothing.
     """
     bad_words: Sequence[Sequence[int]] = ()
-    """Token sequences that must not occur in the output: the last token of one is not drawn where the others stand."""
+    """Token sequences that must not occur in the output: the last token of one is not drawn where
+    the others stand."""
     logprob_token_ids: Sequence[int] = ()
     """If any, the tokens to report with the drawn one, instead of the likeliest."""
     seed: int = 0
@@ -73,13 +84,19 @@ class Sampling:
 
     @cached_property
     def filters(self) -> bool:
-        """Whether top-k, top-p or typical-p apply: these depend on all probabilities, min-p only on a token's own and the largest."""
+        """Whether top-k, top-p or typical-p apply: these depend on all probabilities, min-p only on
+        a token's own and the largest.
+        """
         return self.top_k > 0 or self.top_p < 1.0 or self.typical_p < 1.0
 
     @cached_property
     def reads_output(self) -> bool:
         """Whether a draw depends on the output so far other than through the model's logits."""
-        penalised = self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+        penalised = (
+            self.repetition_penalty != 1.0
+            or self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+        )
         return penalised or bool(self.bad_words)
 
 
@@ -94,7 +111,8 @@ class Sample(Struct, frozen=True, gc=False):
     num_top: int = 0
     """How many of the likeliest tokens to report with the drawn one."""
     mask: bytes | None = None
-    """The tokens that a grammar allows: one bit for each id, least significant first. None allows all."""
+    """The tokens that a grammar allows: one bit for each id, least significant first. None allows
+    all."""
     num_unseen: int = 0
     """Tokens after `output` that steps in flight sample."""
 
@@ -106,7 +124,9 @@ class Sample(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """Known tokens whose log-probabilities are requested: the state of the row's token `first` + i predicts `targets[i]`."""
+    """Known tokens whose log-probabilities are requested: the state of the row's token `first` + i
+    predicts `targets[i]`.
+    """
 
     first: int
     targets: Sequence[int]
@@ -114,30 +134,42 @@ class Scoring:
 
 
 class Row(Struct, frozen=True, gc=False):
-    """One sequence's part of a step: compute `tokens` from position `start` on, over the cache pages `pages`."""
+    """One sequence's part of a step: compute `tokens` from position `start` on, over the cache
+    pages `pages`.
+    """
 
     sequence: int
     tokens: Sequence[int]
     start: int
     pages: "Sequence[array[int]]"
-    """For each group of layers (cache.layout): page i of stack j is at i * num_stacks + j. 64-bit integers, which the native kernels read
-    in place."""
+    """For each group of layers (cache.layout): page i of stack j is at i * num_stacks + j. 64-bit
+    integers, which the native kernels read in place."""
     sample: Sample | None
     """None where the sequence has further tokens to compute before it can draw."""
     scoring: Scoring | None = None
     drafts: int = 0
-    """How many of the last `tokens` are draft tokens: the row also samples before each of them, for as long as drafts are accepted."""
+    """How many of the last `tokens` are draft tokens: the row also samples before each of them, for
+    as long as drafts are accepted."""
 
     @property
     def samples(self) -> list[Sample]:
-        """One for each token that the row samples: after its last known token, and after each draft token as if that were output."""
+        """One for each token that the row samples: after its last known token, and after each draft
+        token as if that were output.
+        """
         if self.sample is None:
             return []
         drafts, output = self.tokens[len(self.tokens) - self.drafts :], self.sample.output
-        return [self.sample, *(replace(self.sample, output=[*output, *drafts[: i + 1]]) for i in range(self.drafts))]
+        return [
+            self.sample,
+            *(replace(self.sample, output=[*output, *drafts[: i + 1]]) for i in range(self.drafts)),
+        ]
 
-    def settle(self, draws: Sequence["SampledToken | SampleError"]) -> tuple[list["SampledToken"], "SampledToken | SampleError"]:
-        """Given the draws for `samples`: the accepted drafts, and the first draw that differs from its draft or follows all drafts."""
+    def settle(
+        self, draws: Sequence["SampledToken | SampleError"]
+    ) -> tuple[list["SampledToken"], "SampledToken | SampleError"]:
+        """Given the draws for `samples`: the accepted drafts, and the first draw that differs from
+        its draft or follows all drafts.
+        """
         accepted: list[SampledToken] = []
         for draw, draft in zip(draws, self.tokens[len(self.tokens) - self.drafts :], strict=False):
             if not isinstance(draw, SampledToken) or draw.token != draft:
@@ -148,7 +180,9 @@ class Row(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """All rows of one step. Their order does not affect any row's result. Draws are numbered in their order."""
+    """All rows of one step. Their order does not affect any row's result. Draws are numbered in
+    their order.
+    """
 
     listed: tuple[Row, ...]
     clear: tuple[int, ...] = ()
@@ -167,12 +201,15 @@ class StepPlan:
 
 
 class SampledToken(Struct, frozen=True, gc=False):
-    """A sampled or scored token and its log-probability (nats) under the model's own distribution, before temperature and filters."""
+    """A sampled or scored token and its log-probability (nats) under the model's own distribution,
+    before temperature and filters.
+    """
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-    """The likeliest tokens with their log-probabilities, likeliest first, as many as were requested."""
+    """The likeliest tokens with their log-probabilities, likeliest first, as many as were
+    requested."""
     rank: int = 0
     """For a scored token: how many tokens are at least as likely, itself included."""
 
@@ -193,7 +230,8 @@ class StepResult:
     """The results of a step's rows."""
 
     drawn: tuple[SampledToken | SampleError | None, ...]
-    """For each row of the plan its sampled token, after the accepted drafts if it has drafts; None if it does not sample."""
+    """For each row of the plan its sampled token, after the accepted drafts if it has drafts; None
+    if it does not sample."""
     scored: Mapping[int, Sequence[SampledToken]] = field(default_factory=dict)
     """Index of a row -> the scores of its targets, in their order."""
     accepted: Mapping[int, Sequence[SampledToken]] = field(default_factory=dict)

@@ -1,11 +1,13 @@
-"""Python source of permissively licensed packages, for training the embedded model: FOLDER/NAME/*.py and FOLDER/packages.csv.
+"""Python source of permissively licensed packages, for training the embedded model:
+FOLDER/NAME/*.py and FOLDER/packages.csv.
 
     python scripts/embedded_corpus.py FOLDER [--packages FILE] [--most-bytes 4600000]
 
-Downloads the packages that FILE names, one a line (bench/gpu/corpus_packages.txt), from the package index with pip, and keeps those whose
-metadata names a permissive licence. Of each at most --most-bytes are kept, counted in characters (nearly all are ASCII); the files are
-chosen by a hash of their names, so that the choice does not depend on the machine. Files that occur twice, that hold data rather than code,
-or that are mostly not ASCII are left out.
+Downloads the packages that FILE names, one a line (bench/gpu/corpus_packages.txt), from the package
+index with pip, and keeps those whose metadata names a permissive licence. Of each at most
+--most-bytes are kept, counted in characters (nearly all are ASCII); the files are chosen by a hash
+of their names, so that the choice does not depend on the machine. Files that occur twice, that hold
+data rather than code, or that are mostly not ASCII are left out.
 """
 
 import argparse
@@ -23,16 +25,31 @@ from email.parser import HeaderParser
 from pathlib import Path, PurePosixPath
 
 PACKAGES = Path(__file__).resolve().parents[1] / "bench" / "gpu" / "corpus_packages.txt"
-PERMISSIVE = re.compile(r"\b(MIT|BSD|Apache|PSF|Python Software Foundation|ISC|0BSD|Unlicense|HPND|ZPL)\b", re.IGNORECASE)
+PERMISSIVE = re.compile(
+    r"\b(MIT|BSD|Apache|PSF|Python Software Foundation|ISC|0BSD|Unlicense|HPND|ZPL)\b",
+    re.IGNORECASE,
+)
 COPYLEFT = re.compile(r"GPL|GNU|MPL|Mozilla|EPL|CC-BY|Proprietary", re.IGNORECASE)
-DATA_FOLDERS = {"locale", "locales", "data", "fixtures", "vendor", "vendored", "_vendor", "migrations", "node_modules"}
+DATA_FOLDERS = {
+    "locale",
+    "locales",
+    "data",
+    "fixtures",
+    "vendor",
+    "vendored",
+    "_vendor",
+    "migrations",
+    "node_modules",
+}
 LEAST_BYTES, LARGEST_FILE = 200, 150_000
 LONGEST_LINE, MEAN_LINE, MOST_NON_ASCII, MOST_DIGITS = 1000, 80, 0.02, 0.2
 
 
 @dataclass(frozen=True)
 class Package:
-    """What an archive holds: its metadata's name, version and licence, and its Python files by their names."""
+    """What an archive holds: its metadata's name, version and licence, and its Python files by
+    their names.
+    """
 
     name: str
     version: str
@@ -44,7 +61,18 @@ def download(name: str, folder: Path) -> Path | None:
     """The archive of a package's newest release, preferably a wheel; None where there is none."""
     target = folder / name
     for more in (["--only-binary=:all:"], ["--no-build-isolation"]):
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *more, "--dest", str(target), name]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            *more,
+            "--dest",
+            str(target),
+            name,
+        ]
         if subprocess.run(command, capture_output=True, check=False).returncode == 0:
             return next(target.iterdir())
     return None
@@ -76,8 +104,14 @@ def read_package(archive: Path) -> Package:
     if not described:
         raise ValueError(f"{archive.name}: no metadata")
     fields = HeaderParser().parsestr(described)
-    classifiers = [line.split("::")[-1].strip() for line in fields.get_all("Classifier", []) if line.startswith("License")]
-    licence = " | ".join([*fields.get_all("License-Expression", []), *fields.get_all("License", []), *classifiers])
+    classifiers = [
+        line.split("::")[-1].strip()
+        for line in fields.get_all("Classifier", [])
+        if line.startswith("License")
+    ]
+    licence = " | ".join(
+        [*fields.get_all("License-Expression", []), *fields.get_all("License", []), *classifiers]
+    )
     return Package(fields["Name"], fields["Version"], " ".join(licence.split())[:160], files)
 
 
@@ -87,7 +121,10 @@ def is_permissive(licence: str) -> bool:
 
 def text_of(name: str, data: bytes) -> str | None:
     """The text of a file that is worth learning from; None of any other."""
-    if DATA_FOLDERS & set(PurePosixPath(name).parts) or not LEAST_BYTES <= len(data) <= LARGEST_FILE:
+    if (
+        DATA_FOLDERS & set(PurePosixPath(name).parts)
+        or not LEAST_BYTES <= len(data) <= LARGEST_FILE
+    ):
         return None
     try:
         text = data.decode("utf-8").replace("\r\n", "\n")
@@ -96,11 +133,17 @@ def text_of(name: str, data: bytes) -> str | None:
     lines = text.split("\n")
     good = max(map(len, lines)) <= LONGEST_LINE and len(text) <= MEAN_LINE * len(lines)
     good = good and sum(not letter.isascii() for letter in text) <= MOST_NON_ASCII * len(text)
-    return text if good and sum(letter.isdigit() for letter in text) <= MOST_DIGITS * len(text) else None
+    return (
+        text
+        if good and sum(letter.isdigit() for letter in text) <= MOST_DIGITS * len(text)
+        else None
+    )
 
 
 def chosen(package: Package, most_bytes: int, seen: set[bytes]) -> Iterator[tuple[str, str]]:
-    """Names and texts of the files to keep. `seen` holds digests of all texts so far, without white space."""
+    """Names and texts of the files to keep. `seen` holds digests of all texts so far, without white
+    space.
+    """
     size = 0
     for name in sorted(package.files, key=lambda name: hashlib.sha256(name.encode()).digest()):
         text = text_of(name, package.files[name])
@@ -125,17 +168,32 @@ def main(argv: list[str] | None = None) -> int:
             archive = download(name, Path(scratch))
             package = read_package(archive) if archive is not None else None
             if package is None or not is_permissive(package.licence):
-                print(f"{name}: left out, {'cannot be downloaded' if package is None else f'licence {package.licence!r}'}", file=sys.stderr)
+                print(
+                    f"{name}: left out, "
+                    f"{'cannot be downloaded' if package is None else f'licence {package.licence!r}'}",  # noqa: E501
+                    file=sys.stderr,
+                )
                 continue
             kept = dict(chosen(package, options.most_bytes, seen))
             for file, text in kept.items():
                 path = options.folder / package.name.lower() / file.lstrip("/").replace("..", "_")
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text, encoding="utf-8")
-            rows.append((package.name, package.version, package.licence, len(kept), sum(map(len, kept.values()))))
+            rows.append(
+                (
+                    package.name,
+                    package.version,
+                    package.licence,
+                    len(kept),
+                    sum(map(len, kept.values())),
+                )
+            )
     with (options.folder / "packages.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("name", "version", "licence", "files", "letters"), *rows])
-    print(f"{len(rows)} packages, {sum(row[3] for row in rows)} files, {sum(row[4] for row in rows) / 1e6:.0f} MB in {options.folder}")
+    print(
+        f"{len(rows)} packages, {sum(row[3] for row in rows)} files, "
+        f"{sum(row[4] for row in rows) / 1e6:.0f} MB in {options.folder}"
+    )
     return 0
 
 

@@ -3,9 +3,9 @@
     python -m scripts.generate_reference
 
 Options come from the settings classes, commands from their --help, routes and fields from a running
-server's /openapi.json, metrics from its /metrics, errors from the error classes. Invariant: the pages are
-a function of the code alone; tests/docs/test_reference.py compares the committed ones with what this
-module makes. It knows nothing of the site that shows them.
+server's /openapi.json, metrics from its /metrics, errors from the error classes. Invariant: the
+pages are a function of the code alone; tests/docs/test_reference.py compares the committed ones
+with what this module makes. It knows nothing of the site that shows them.
 """
 
 import ast
@@ -28,17 +28,33 @@ from server.config import ServeSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-NOTE = "<!-- Written by scripts/docs reference. Do not edit: change the code and run it again. -->\n"
+NOTE = (
+    "<!-- Written by scripts/docs reference. Do not edit: change the code and run it again. -->\n"
+)
 SECTIONS = ("engine", "cache", "server")
-COMMANDS = ("serve", "generate", "batch", "bench", "bench --offline", "top", "plan", "convert", "train", "compare")
+COMMANDS = (
+    "serve",
+    "generate",
+    "batch",
+    "bench",
+    "bench --offline",
+    "top",
+    "plan",
+    "convert",
+    "train",
+    "compare",
+)
 EXIT_CODES = {
-    0: "The command did what it was asked. `onehead serve`: it was told to stop, and open streams finished.",
-    1: "`onehead bench`, `onehead batch`: it ran to the end, and some requests failed or were refused. `onehead top`, `onehead bench`: the "
+    0: "The command did what it was asked. `onehead serve`: it was told to stop, and open streams "
+    "finished.",
+    1: "`onehead bench`, `onehead batch`: it ran to the end, and some requests failed or were "
+    "refused. `onehead top`, `onehead bench`: the "
     "server cannot be used.",
     2: "Usage: an option, command or file that the command does not take.",
     70: "The engine cannot be kept alive, or an internal error.",
     71: "A port or memory that cannot be had, also `cache.memory` above what the machine has.",
-    75: "`onehead serve`: streams were cut at shutdown, by `server.drain_timeout` or a second signal.",
+    75: "`onehead serve`: streams were cut at shutdown, by `server.drain_timeout` or a second "
+    "signal.",
     78: "An option's value, a file of options or a checkpoint that cannot be served.",
     130: "Interrupted by Ctrl-C (every command but `onehead serve`).",
     141: "The program that read the output closed it.",
@@ -47,10 +63,12 @@ CODES = {
     "admission_error": "An internal error while the engine took the request in.",
     "cancelled": "The resumable stream was cancelled (only ever an event).",
     "context_length_exceeded": "Prompt and output are longer than the model or the cache allows.",
-    "engine_unavailable": "No engine has been ready for 60 s, or twice the first one's time to load, or the server gave up.",
+    "engine_unavailable": "No engine has been ready for 60 s, or twice the first one's time to "
+    "load, or the server gave up.",
     "future_event": "`Last-Event-ID` or `after` names an event that the stream does not have yet.",
     "grammar_error": "An internal error while the request's grammar was applied.",
-    "host_not_allowed": "The `Host` header names a host that this server does not answer to (`server.allowed_hosts`).",
+    "host_not_allowed": "The `Host` header names a host that this server does not answer to "
+    "(`server.allowed_hosts`).",
     "idempotency_conflict": "A request with this `Idempotency-Key` is being answered already.",
     "invalid_api_key": "No key, or one that is not valid.",
     "invalid_event_id": "`Last-Event-ID` or `after` is not an event of this stream.",
@@ -58,7 +76,8 @@ CODES = {
     "out_of_memory": "The memory does not hold what this request needs for its next token.",
     "queue_timeout": "The request's own `timeout_s` passed before the engine had started it.",
     "queue_too_long": "The client's estimated wait is longer than 600 s.",
-    "rate_limit_exceeded": "The key has used its `requests_per_minute` or `tokens_per_minute` of the keys' file.",
+    "rate_limit_exceeded": "The key has used its `requests_per_minute` or `tokens_per_minute` of "
+    "the keys' file.",
     "request_quarantined": "Engines crashed twice while they ran this request alone.",
     "resume_gap": "Events after the last one that the client saw are not kept any more.",
     "server_shutting_down": "The server is stopping.",
@@ -66,17 +85,23 @@ CODES = {
     "stream_not_found": "There is no such resumable stream, or it belongs to another key.",
     "text_error": "An internal error while tokens were turned into text.",
     "tokenization_failed": "The model's tokenizer cannot process this text.",
-    "tokenization_timeout": "Tokenizing the text needs more than 5 s of processor time, or too much memory.",
-    "too_many_jobs": "Too many long texts and grammars, of this client or of all, wait to be processed.",
-    "too_many_requests": "`engine.max_running` plus `server.max_waiting` sequences (choices of requests) are open, or as many of one "
+    "tokenization_timeout": "Tokenizing the text needs more than 5 s of processor time, or too "
+    "much memory.",
+    "too_many_jobs": "Too many long texts and grammars, of this client or of all, wait to be "
+    "processed.",
+    "too_many_requests": "`engine.max_running` plus `server.max_waiting` sequences (choices of "
+    "requests) are open, or as many of one "
     "client as it may have.",
     "too_many_viewers": "As many connections as may watch the server at `/monitor` do.",
-    "too_many_waiting_tokens": "1,000,000 prompt tokens are waiting, or as many of one client as may.",
+    "too_many_waiting_tokens": "1,000,000 prompt tokens are waiting, or as many of one client as "
+    "may.",
 }
 
 
 def pages(document: dict[str, Any], exposition: str) -> dict[Path, str]:
-    """Path -> text of every generated page, for a server's /openapi.json and /metrics (after one request)."""
+    """Path -> text of every generated page, for a server's /openapi.json and /metrics (after one
+    request).
+    """
     return {
         DOCS / "reference" / "options.md": options_page(),
         DOCS / "reference" / "commands.md": commands_page(),
@@ -102,13 +127,19 @@ def code(value: str) -> str:
 
 
 def type_of(schema: dict[str, Any], link: Callable[[str], str]) -> str:
-    """The type of a JSON schema in words. `link` renders the name of a schema that is referred to."""
+    """The type of a JSON schema in words. `link` renders the name of a schema that is referred
+    to.
+    """
     if "$ref" in schema:
         return link(schema["$ref"].rsplit("/", 1)[1])
     if "enum" in schema:
         return ", ".join(code(str(value)) for value in schema["enum"])
     if "const" in schema:
-        return code(str(schema["const"]).lower() if isinstance(schema["const"], bool) else str(schema["const"]))
+        return code(
+            str(schema["const"]).lower()
+            if isinstance(schema["const"], bool)
+            else str(schema["const"])
+        )
     for key in ("anyOf", "oneOf"):
         if key in schema:
             parts = [type_of(part, link) for part in schema[key] if part.get("type") != "null"]
@@ -125,7 +156,13 @@ def bounds_of(schema: dict[str, Any]) -> str:
     for part in schema.get("anyOf", []):
         if found := bounds_of(part):
             return found
-    signs = {"minimum": ">=", "exclusiveMinimum": ">", "gt": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    signs = {
+        "minimum": ">=",
+        "exclusiveMinimum": ">",
+        "gt": ">",
+        "maximum": "<=",
+        "exclusiveMaximum": "<",
+    }
     if schema.get("type") in ("integer", "number") or "gt" in schema:
         return ", ".join(f"{sign} {schema[key]}" for key, sign in signs.items() if key in schema)
     return ""
@@ -157,12 +194,14 @@ stand alone: `onehead serve MODEL`. An option that does not exist is an error th
 `onehead serve --help` prints the same list. Other commands that run a model take `--model`, `--config`, and
 the sections `engine` and `cache`: see [commands](commands.md).
 
-"""
-    text += _options_table("", {name: field for name, field in schema["properties"].items() if name not in SECTIONS})
+"""  # noqa: E501
+    text += _options_table(
+        "", {name: field for name, field in schema["properties"].items() if name not in SECTIONS}
+    )
     for section in SECTIONS:
         reference = schema["properties"][section]
         fields = schema["$defs"][reference["$ref"].rsplit("/", 1)[1]]["properties"]
-        text += f"\n## {section}\n\n{reference['description'][0].upper()}{reference['description'][1:]}.\n\n"
+        text += f"\n## {section}\n\n{reference['description'][0].upper()}{reference['description'][1:]}.\n\n"  # noqa: E501
         text += _options_table(f"{section}.", fields)
     return text
 
@@ -192,7 +231,12 @@ def entry_point() -> tuple[str, str]:
 def onehead(*arguments: str) -> list[str]:
     """The command line of `onehead` in this tree."""
     module, function = entry_point()
-    return [sys.executable, "-c", f"import sys; from {module} import {function}; sys.exit({function}())", *arguments]
+    return [
+        sys.executable,
+        "-c",
+        f"import sys; from {module} import {function}; sys.exit({function}())",
+        *arguments,
+    ]
 
 
 def clean_environment() -> dict[str, str]:
@@ -207,7 +251,13 @@ def commands_page() -> str:
     for arguments in ((), *((*command.split(),) for command in COMMANDS if command != "serve")):
         shown = " ".join(("onehead", *arguments, "--help"))
         done = subprocess.run(
-            onehead(*arguments, "--help"), capture_output=True, text=True, env=clean_environment(), cwd=ROOT, check=True, timeout=120
+            onehead(*arguments, "--help"),
+            capture_output=True,
+            text=True,
+            env=clean_environment(),
+            cwd=ROOT,
+            check=True,
+            timeout=120,
         )
         title = " ".join(("onehead", *arguments))
         text += f"\n## {title}\n\n```text\n$ {shown}\n{done.stdout.rstrip()}\n```\n"
@@ -227,9 +277,15 @@ def http_page(document: dict[str, Any]) -> str:
 What a server's `/openapi.json` says. A running server shows it at `/docs`, with a form to send requests.
 Null is the default of every field, and a field that is not listed is refused.
 
-"""
-    routes = [(path, method, operation) for path, methods in document["paths"].items() for method, operation in methods.items()]
-    text += table("route | what", [[_route_link(path, method), op["summary"]] for path, method, op in routes])
+"""  # noqa: E501
+    routes = [
+        (path, method, operation)
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    ]
+    text += table(
+        "route | what", [[_route_link(path, method), op["summary"]] for path, method, op in routes]
+    )
     for tag in document["tags"]:
         text += f"\n## {tag['name']}\n\n{tag['description']}\n"
         for path, method, operation in routes:
@@ -265,8 +321,17 @@ def _route(document: dict[str, Any], path: str, method: str, operation: dict[str
     rows = []
     for status, response in operation["responses"].items():
         response = _resolved(document, response)
-        kinds = [type_of(media.get("schema", {}), _schema_link) for media in response.get("content", {}).values()]
-        rows.append([status, ", ".join(kind for kind in dict.fromkeys(kinds) if kind != "any"), response["description"]])
+        kinds = [
+            type_of(media.get("schema", {}), _schema_link)
+            for media in response.get("content", {}).values()
+        ]
+        rows.append(
+            [
+                status,
+                ", ".join(kind for kind in dict.fromkeys(kinds) if kind != "any"),
+                response["description"],
+            ]
+        )
     return text + "\n" + table("status | reply | when", sorted(rows))
 
 
@@ -312,7 +377,7 @@ The model's name is a label of `onehead_model_info` alone
 ([why](../why.md#model-name-metric)). `process_*` is the API process,
 `onehead_engine_process_*` the engine.
 
-"""
+"""  # noqa: E501
     return intro + table("metric | type | labels | meaning", rows)
 
 
@@ -320,9 +385,14 @@ The model's name is a label of `onehead_model_info` alone
 
 
 def request_errors() -> list[tuple[type[errors.RequestError], str]]:
-    """(class, meaning) of the errors that are answers, by the tree that the module's docstring draws."""
+    """(class, meaning) of the errors that are answers, by the tree that the module's docstring
+    draws.
+    """
     meanings = dict(re.findall(r"[|`]-- (\w+) +(?:\d{3}|exit \d+) *(.*)", errors.__doc__ or ""))
-    return [(cls, meanings[cls.__name__] or "longer than `server.max_body_bytes`") for cls in errors.RequestError.__subclasses__()]
+    return [
+        (cls, meanings[cls.__name__] or "longer than `server.max_body_bytes`")
+        for cls in errors.RequestError.__subclasses__()
+    ]
 
 
 def used_codes() -> set[str]:
@@ -333,13 +403,17 @@ def used_codes() -> set[str]:
         constants = {
             node.targets[0].id: node.value.value
             for node in tree.body
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Constant)
+            if isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and isinstance(node.value, ast.Constant)
         }
         for node in ast.walk(tree):
             for keyword in node.keywords if isinstance(node, ast.Call) else ():
                 if keyword.arg == "code":
                     value = (
-                        constants.get(keyword.value.id) if isinstance(keyword.value, ast.Name) else getattr(keyword.value, "value", None)
+                        constants.get(keyword.value.id)
+                        if isinstance(keyword.value, ast.Name)
+                        else getattr(keyword.value, "value", None)
                     )
                     found |= {value} if isinstance(value, str) and value else set()
     return found
@@ -347,21 +421,40 @@ def used_codes() -> set[str]:
 
 def used_exit_codes() -> set[int]:
     """Every exit status that an error has or a constant EXIT_... names."""
-    classes: list[type[errors.OneheadError]] = [errors.OneheadError, *errors.OneheadError.__subclasses__()]
+    classes: list[type[errors.OneheadError]] = [
+        errors.OneheadError,
+        *errors.OneheadError.__subclasses__(),
+    ]
     found = {cls.exit_code for cls in classes} | {0, 1}
     for folder in ("server", "commands"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            found |= {int(number) for number in re.findall(r"^EXIT_\w+ = (\d+)$", path.read_text(), re.MULTILINE)}
+            found |= {
+                int(number)
+                for number in re.findall(r"^EXIT_\w+ = (\d+)$", path.read_text(), re.MULTILINE)
+            }
     return found
 
 
 def errors_page() -> str:
-    """Exit codes, statuses and code words. Raises ValueError where the lists above and the code differ."""
-    for name, listed, used in (("EXIT_CODES", set(EXIT_CODES), used_exit_codes()), ("CODES", set(CODES), used_codes())):
+    """Exit codes, statuses and code words. Raises ValueError where the lists above and the code
+    differ.
+    """
+    for name, listed, used in (
+        ("EXIT_CODES", set(EXIT_CODES), used_exit_codes()),
+        ("CODES", set(CODES), used_codes()),
+    ):
         if listed != used:
-            raise ValueError(f"{name} of {__name__} and the code differ in {sorted(listed ^ used, key=str)}")
+            raise ValueError(
+                f"{name} of {__name__} and the code differ in {sorted(listed ^ used, key=str)}"
+            )
     statuses = [
-        [str(cls.status), str(cls.openai_status or cls.status), code(cls.tgi_type or ""), code(cls.openai_type), meaning]
+        [
+            str(cls.status),
+            str(cls.openai_status or cls.status),
+            code(cls.tgi_type or ""),
+            code(cls.openai_type),
+            meaning,
+        ]
         for cls, meaning in request_errors()
     ]
     return f"""{NOTE}
@@ -385,17 +478,34 @@ send `[DONE]` after it.
 `code` in OpenAI's form, for programs. Where no word applies, it is the status: for example
 400 for a grammar that became too complex in the middle of an answer.
 
-{table("code | meaning", [[code(word), text] for word, text in sorted(CODES.items())])}"""
+{table("code | meaning", [[code(word), text] for word, text in sorted(CODES.items())])}"""  # noqa: E501
 
 
 # A server to ask
 
 
 def ask_a_server() -> tuple[dict[str, Any], str]:
-    """/openapi.json and /metrics of a server with the embedded model, which is started and stopped here."""
-    arguments = ("serve", "--port", "0", "--engine.threads", "1", "--cache.pages", "64", "--server.lb_grace", "0")
+    """/openapi.json and /metrics of a server with the embedded model, which is started and stopped
+    here.
+    """
+    arguments = (
+        "serve",
+        "--port",
+        "0",
+        "--engine.threads",
+        "1",
+        "--cache.pages",
+        "64",
+        "--server.lb_grace",
+        "0",
+    )
     server = subprocess.Popen(
-        onehead(*arguments), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=clean_environment(), cwd=ROOT
+        onehead(*arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=clean_environment(),
+        cwd=ROOT,
     )
     try:
         assert server.stdout is not None
@@ -407,14 +517,18 @@ def ask_a_server() -> tuple[dict[str, Any], str]:
 
 
 def answers(get: Callable[[str, str | None], str]) -> tuple[dict[str, Any], str]:
-    """(document, exposition) of a server that `get` asks: a path, and a body to be posted or None."""
+    """(document, exposition) of a server that `get` asks: a path, and a body to be posted or
+    None.
+    """
     get("/generate", '{"inputs":"a","parameters":{"max_new_tokens":1}}')
     return json.loads(get("/openapi.json", None)), get("/metrics", None)
 
 
 def read(url: str, body: str | None) -> str:
     """The body of an answer."""
-    request = urllib.request.Request(url, body.encode() if body else None, {"content-type": "application/json"})
+    request = urllib.request.Request(
+        url, body.encode() if body else None, {"content-type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=60) as response:
         return str(response.read().decode())
 

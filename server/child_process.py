@@ -1,8 +1,9 @@
-"""Child processes of the server: each ends at once when its parent does, and depends on no working directory.
+"""Child processes of the server: each ends at once when its parent does, and depends on no working
+directory.
 
-`child_command` gives the command line of a new program; this file, run as a script, then asks Linux for the signal at the parent's death
-before it imports anything large, and runs the module. `fork` copies this process instead, with all that it has read. It knows nothing of
-what they do.
+`child_command` gives the command line of a new program; this file, run as a script, then asks Linux
+for the signal at the parent's death before it imports anything large, and runs the module. `fork`
+copies this process instead, with all that it has read. It knows nothing of what they do.
 """
 
 import contextlib
@@ -16,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 WORKING_DIRECTORY = "/"
-"""The working directory of child processes: the parent's may be deleted while it runs, and libraries fail to load without one."""
+"""The working directory of child processes: the parent's may be deleted while it runs, and
+libraries fail to load without one."""
 _SCRIPT = Path(__file__).resolve()
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
@@ -34,8 +36,8 @@ def _c_library() -> Any:
 
 
 def end_with_parent(parent: int) -> None:
-    """Has Linux kill this process when its parent ends, or ends it if that has happened already. While it computes, it would see the
-    closed pipe only later.
+    """Has Linux kill this process when its parent ends, or ends it if that has happened already.
+    While it computes, it would see the closed pipe only later.
     """
     if sys.platform == "linux":
         _c_library().prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
@@ -44,10 +46,14 @@ def end_with_parent(parent: int) -> None:
 
 
 def fork(work: Callable[[], object], *descriptors: int, most_bytes: int | None = None) -> int:
-    """Runs `work` in a copy of this process, which then ends; it keeps standard input, output and error and these descriptors alone, and
-    may allocate `most_bytes` more. Returns its process id. Nothing waits for it: its end is seen in what it closes. Raises OSError.
+    """Runs `work` in a copy of this process, which then ends; it keeps standard input, output and
+    error and these descriptors alone, and may allocate `most_bytes` more. Returns its process id.
+    Nothing waits for it: its end is seen in what it closes. Raises OSError.
     """
-    parent, _ = os.getpid(), _c_library()  # Another thread may hold the lock for loading it when the copy is made.
+    parent, _ = (
+        os.getpid(),
+        _c_library(),
+    )  # Another thread may hold the lock for loading it when the copy is made.
     if child := os.fork():
         return child
     try:
@@ -63,8 +69,8 @@ def fork(work: Callable[[], object], *descriptors: int, most_bytes: int | None =
 
 
 def ignore_signals() -> None:
-    """For a child that serves others: signals that a process group gets are the API process's, which drains first; children that have
-    ended are forgotten; and no core is written.
+    """For a child that serves others: signals that a process group gets are the API process's,
+    which drains first; children that have ended are forgotten; and no core is written.
     """
     import resource
 
@@ -81,7 +87,9 @@ def limit_memory(num_bytes: int) -> None:
     with contextlib.suppress(OSError):
         pages = int(Path("/proc/self/statm").read_text().split()[5])
         most = pages * resource.getpagesize() + num_bytes
-        resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+        resource.setrlimit(
+            resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1])
+        )
 
 
 def allow_files(wanted: int) -> int:

@@ -1,6 +1,8 @@
-"""The arguments of a command as a source of settings, and its --help: type words and defaults as they are written on the command line.
+"""The arguments of a command as a source of settings, and its --help: type words and defaults as
+they are written on the command line.
 
-Names of options are taken with hyphens as with underscores. It knows the library that parses, and no option.
+Names of options are taken with hyphens as with underscores. It knows the library that parses, and
+no option.
 """
 
 import inspect
@@ -24,7 +26,15 @@ TYPES = {
     "tuple[{IPv4Network,IPv6Network},...]": "A,B,...",
 }
 TYPES |= {"list[int]": "N,N,...", "list[float]": "NUMBER,..."}
-DEFAULTS = {NO_NONE: "none", "": "none", "None": "none", "()": "none", "[]": "none", "True": "true", "False": "false"}
+DEFAULTS = {
+    NO_NONE: "none",
+    "": "none",
+    "None": "none",
+    "()": "none",
+    "[]": "none",
+    "True": "true",
+    "False": "false",
+}
 EXIT_USAGE = 2
 OTHER_NAMES = """
 --model = model_id m hf hf_repo
@@ -72,7 +82,8 @@ scripts/serve reads this table too.
 def command_line(cls: type[BaseSettings], argv: list[str], prog: str) -> CliSettingsSource[Any]:
     """The arguments as a source of settings. A usage error exits with 2.
 
-    An option whose name is in the class variable `by_position` may be given as the first argument without its name too.
+    An option whose name is in the class variable `by_position` may be given as the first argument
+    without its name too.
     """
     usage, names = [prog, "[OPTIONS]"], dict[str, str]()
 
@@ -83,13 +94,24 @@ def command_line(cls: type[BaseSettings], argv: list[str], prog: str) -> CliSett
             required = kwargs.pop("required")
             usage.append(dest.upper() if required else f"[{dest.upper()}]")
             either = parser.add_mutually_exclusive_group(required=required)
-            either.add_argument(dest, metavar=dest.upper(), nargs="?", default=SUPPRESS, help=f"the same as {flags[0]}")
+            either.add_argument(
+                dest,
+                metavar=dest.upper(),
+                nargs="?",
+                default=SUPPRESS,
+                help=f"the same as {flags[0]}",
+            )
             parser = either
         elif not flags[0].startswith("-"):
             usage.append(kwargs["metavar"])
         elif kwargs.get("required"):
             usage.extend((flags[0], kwargs["metavar"]))
-        names.update({flag.lstrip("-").replace("-", "_"): flag for flag in parser.add_argument(*flags, **kwargs).option_strings})
+        names.update(
+            {
+                flag.lstrip("-").replace("-", "_"): flag
+                for flag in parser.add_argument(*flags, **kwargs).option_strings
+            }
+        )
 
     source: CliSettingsSource[Any] = CliSettingsSource(
         cls,
@@ -106,29 +128,36 @@ def command_line(cls: type[BaseSettings], argv: list[str], prog: str) -> CliSett
 
 
 def _as_declared(argv: list[str], names: dict[str, str], prog: str) -> list[str]:
-    """The arguments with every option spelt as it was declared (--log-level and --log_level alike). An unknown option exits with 2, in a
-    line that names the nearest one.
+    """The arguments with every option spelt as it was declared (--log-level and --log_level alike).
+    An unknown option exits with 2, in a line that names the nearest one.
     """
     end = argv.index("--") if "--" in argv else len(argv)
-    return [_option(argument, names, prog) if argument.startswith("-") else argument for argument in argv[:end]] + argv[end:]
+    return [
+        _option(argument, names, prog) if argument.startswith("-") else argument
+        for argument in argv[:end]
+    ] + argv[end:]
 
 
 def _option(argument: str, names: dict[str, str], prog: str) -> str:
     name, equals, value = argument.partition("=")
     key = name.lstrip("-").replace("-", "_")
-    # A text, such as a prompt; or a short name, which is the library's business or another server's.
+    # A text, such as a prompt; or a short name, which is the library's business or another
+    # server's.
     if " " in name or not (name.startswith("--") or _elsewhere(key, names)):
         return argument
     if key in names:
         return names[key] + equals + value
-    print(f"{prog}: no such option {name}{nearest(key, names) or '; --help lists all'}", file=sys.stderr)
+    print(
+        f"{prog}: no such option {name}{nearest(key, names) or '; --help lists all'}",
+        file=sys.stderr,
+    )
     raise SystemExit(EXIT_USAGE)
 
 
 def nearest(key: str, known: dict[str, str]) -> str:
-    """Words that suggest the known name that is meant by `key`: that of an option of another server,
-    or the nearest one, by its whole or its last part; empty if there is none. `known`: name -> how it
-    is written.
+    """Words that suggest the known name that is meant by `key`: that of an option of another
+    server, or the nearest one, by its whole or its last part; empty if there is none. `known`: name
+    -> how it is written.
     """
     if ours := _elsewhere(key.rpartition(".")[2], known):
         return f"; here it is {ours}"
@@ -148,8 +177,9 @@ def _elsewhere(key: str, known: dict[str, str]) -> str:
 
 
 def _as_written(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Rewrites the help of an argument: types and defaults as they are typed on a command line, not as Python shows them. `; default: X` in
-    the description of an option replaces the default that the library shows.
+    """Rewrites the help of an argument: types and defaults as they are typed on a command line, not
+    as Python shows them. `; default: X` in the description of an option replaces the default that
+    the library shows.
     """
     if "metavar" in kwargs:
         kwargs["metavar"] = TYPES.get(kwargs["metavar"], kwargs["metavar"])
@@ -157,5 +187,8 @@ def _as_written(kwargs: dict[str, Any]) -> dict[str, Any]:
     if text:
         text, _, stated = text.partition("; default: ")
         default = default.removesuffix(")")
-        kwargs["help"] = f"{text} (default: {stated or DEFAULTS.get(default, default.strip('[]').replace(', ', ','))})"
+        kwargs["help"] = (
+            f"{text} (default: "
+            f"{stated or DEFAULTS.get(default, default.strip('[]').replace(', ', ','))})"
+        )
     return kwargs

@@ -14,23 +14,25 @@
         |-- MalformedBody      400   not UTF-8, not JSON, not an object, or a duplicate key
         |-- UnsupportedMedia   415   not application/json, or with a Content-Encoding
         |-- BodyTooLarge       413
-        |-- InvalidRequest     422   a misspelt or unsupported field, a wrong type or a value out of bounds (400 in OpenAI's dialect)
+        |-- InvalidRequest     422   a field that cannot be served as it is (400 in OpenAI's dialect)
         |-- NotFound           404   an unknown model or stream
         |-- Overloaded         429   with Retry-After
-        |-- GenerationFailed   424   the engine could not finish this request (500 in OpenAI's dialect)
+        |-- GenerationFailed   424   the engine could not finish it (500 in OpenAI's dialect)
         |-- Unavailable        503   starting, restarting or shutting down
         `-- QueueTimeout       504   the request's time limit passed while it was queued
 
-The entry points of commands and routes catch OneheadError; other code catches a subclass only where it can do something about it.
-Invariant: a message names the field or option, the bound and what to do; that of a RequestError never contains prompt text, a path on the
-server or a traceback.
-"""
+The entry points of commands and routes catch OneheadError; other code catches a subclass only where
+it can do something about it. Invariant: a message names the field or option, the bound and what to
+do; that of a RequestError never contains prompt text, a path on the server or a traceback.
+"""  # noqa: E501
 
 MAX_LINE_CHARS = 2000
 
 
 def one_line(error: BaseException) -> str:
-    """A message as one printable line: what it quotes from a file may contain anything, and be of any length."""
+    """A message as one printable line: what it quotes from a file may contain anything, and be of
+    any length.
+    """
     text = str(error)[:MAX_LINE_CHARS]
     line = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
     return line if len(str(error)) <= MAX_LINE_CHARS else f"{line}..."
@@ -40,7 +42,9 @@ TOO_COMPLEX = "the grammar became too complex to continue"
 
 
 class ConstraintFailed(Exception):
-    """A constraint cannot continue: the request is at fault, or something unexpected happened. The message is shown to the client."""
+    """A constraint cannot continue: the request is at fault, or something unexpected happened. The
+    message is shown to the client.
+    """
 
     def __init__(self, message: str, refused: bool = True) -> None:
         super().__init__(message)
@@ -70,8 +74,9 @@ class EngineGaveUp(OneheadError):
 
 
 class RequestError(OneheadError):
-    """An error answered over HTTP. TGI's dialect uses `status` and `tgi_type` (None: clients go by the status), OpenAI's `openai_status`
-    if it differs and `openai_type`. `retry_after` is in seconds, `param` the field at fault, `code` machine-readable.
+    """An error answered over HTTP. TGI's dialect uses `status` and `tgi_type` (None: clients go by
+    the status), OpenAI's `openai_status` if it differs and `openai_type`. `retry_after` is in
+    seconds, `param` the field at fault, `code` machine-readable.
     """
 
     status = 500
@@ -79,7 +84,13 @@ class RequestError(OneheadError):
     tgi_type: str | None = "generation"
     openai_type = "InternalServerError"
 
-    def __init__(self, message: str, retry_after: int | None = None, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        retry_after: int | None = None,
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.retry_after = retry_after
@@ -104,7 +115,9 @@ class InvalidRequest(RequestError):
 
 
 class BadSize(InvalidRequest):
-    """A prompt or an answer of a wrong size. The message names fields as TGI does, in every dialect."""
+    """A prompt or an answer of a wrong size. The message names fields as TGI does, in every
+    dialect.
+    """
 
 
 class NotFound(RequestError):

@@ -1,7 +1,7 @@
 """Log lines as text or JSON, written by a thread: a slow disk or a blocked pipe delays no request.
 
-Invariant: logging never blocks and never raises; lines that cannot be written are counted. No line contains prompt text unless
-server.log_prompts is set.
+Invariant: logging never blocks and never raises; lines that cannot be written are counted. No line
+contains prompt text unless server.log_prompts is set.
 """
 
 import contextlib
@@ -16,9 +16,11 @@ from datetime import UTC, datetime
 from typing import Any, TextIO
 
 MAX_QUEUED_CHARS, LINE_OVERHEAD = 2**22, 100
-"""Characters of the lines that wait to be written, and those that each counts for beside its own."""
+"""Characters of the lines that wait to be written, and those that each counts for beside its
+own."""
 MAX_MESSAGE_CHARS, MAX_TRACE_CHARS = 4096, 2**15
-"""Characters of a message, from its beginning, and of a traceback, from its end, that a line shows."""
+"""Characters of a message, from its beginning, and of a traceback, from its end, that a line
+shows."""
 EXIT_SECONDS = 1.0
 ERASE_LINE = "\x1b[2K"
 
@@ -35,7 +37,8 @@ class Sink(logging.Handler):
         self._stream = stream
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._num_queued = self._num_written = 0
-        """Characters, each counted by one thread: by who holds this handler's lock, and by the one that writes."""
+        """Characters, each counted by one thread: by who holds this handler's lock, and by the one
+        that writes."""
         self._thread = threading.Thread(target=self._write, daemon=True, name="log")
         self._thread.start()
 
@@ -58,7 +61,9 @@ class Sink(logging.Handler):
             self.release()
 
     def show(self, text: str) -> None:
-        """Writes a status to a terminal, which the next line overwrites. Does nothing where the stream is no terminal."""
+        """Writes a status to a terminal, which the next line overwrites. Does nothing where the
+        stream is no terminal.
+        """
         with contextlib.suppress(Exception):  # The queue is full, or there is no standard error.
             if self._stream.isatty():
                 self._queue(f"{ERASE_LINE}{text}\r")
@@ -73,7 +78,9 @@ class Sink(logging.Handler):
                 self.num_dropped += 1
 
     def close(self) -> None:
-        """Waits up to EXIT_SECONDS for the queued lines to be written. `logging` calls it at exit."""
+        """Waits up to EXIT_SECONDS for the queued lines to be written. `logging` calls it at
+        exit.
+        """
         self._lines.put(None)
         self._thread.join(EXIT_SECONDS)
         super().close()
@@ -85,7 +92,9 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         name = request_id.get()
         when = datetime.fromtimestamp(record.created, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3]
-        line = f"{when}Z {record.levelname} {record.name}: {_escaped(_message(record))}" + (f" request={name}" if name else "")
+        line = f"{when}Z {record.levelname} {record.name}: {_escaped(_message(record))}" + (
+            f" request={name}" if name else ""
+        )
         return f"{line}\n{_trace(record)}" if record.exc_info else line
 
 
@@ -108,7 +117,9 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(level: str, style: str) -> Sink:
-    """Sends all log lines of this process to standard error. Returns the sink, which counts dropped lines."""
+    """Sends all log lines of this process to standard error. Returns the sink, which counts dropped
+    lines.
+    """
     logging.raiseExceptions = False
     sink = Sink(sys.stderr)
     sink.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
@@ -120,7 +131,11 @@ def configure(level: str, style: str) -> Sink:
 
 def _message(record: logging.LogRecord) -> str:
     text = record.getMessage()
-    return text if len(text) <= MAX_MESSAGE_CHARS else f"{text[:MAX_MESSAGE_CHARS]}... ({len(text)} characters)"
+    return (
+        text
+        if len(text) <= MAX_MESSAGE_CHARS
+        else f"{text[:MAX_MESSAGE_CHARS]}... ({len(text)} characters)"
+    )
 
 
 def _escaped(text: str) -> str:

@@ -1,6 +1,8 @@
-"""Metrics: every metric is declared here once. Names and meanings are a contract: vLLM's where vLLM has one, with the prefix onehead_.
+"""Metrics: every metric is declared here once. Names and meanings are a contract: vLLM's where vLLM
+has one, with the prefix onehead_.
 
-Tokens and steps are only counted as they happen; the Prometheus metrics are updated from the counts when they are scraped.
+Tokens and steps are only counted as they happen; the Prometheus metrics are updated from the counts
+when they are scraped.
 """
 
 import logging
@@ -12,7 +14,15 @@ from itertools import accumulate
 from typing import Any
 
 from msgspec.structs import asdict
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Info, ProcessCollector, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Info,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -20,7 +30,25 @@ from server.metrics_aliases import aliases
 from server.protocol import Gauges, Ready
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-LATENCY_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+LATENCY_BOUNDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+    300.0,
+)
 LOAD_SECONDS = 10.0
 IDLE = Gauges(0, 0, 0, 0, 0.0)
 """The gauges of an idle engine."""
@@ -28,14 +56,23 @@ log = logging.getLogger("onehead")
 
 
 class Histogram:
-    """A histogram of seconds. It costs a tenth of what the one of prometheus_client costs, when it counts and when it is scraped."""
+    """A histogram of seconds. It costs a tenth of what the one of prometheus_client costs, when it
+    counts and when it is scraped.
+    """
 
     def __init__(self, name: str, text: str) -> None:
         self._counts = [0] * (len(LATENCY_BOUNDS) + 1)
         self.sum, self._created = 0.0, time.time()
-        buckets = "".join(f'{name}_bucket{{le="{bound}"}} %s.0\n' for bound in (*LATENCY_BOUNDS, "+Inf"))
-        self._lines = f"# HELP {name} {text}\n# TYPE {name} histogram\n{buckets}{name}_count %s.0\n{name}_sum %s\n"
-        self._lines += f"# HELP {name}_created {text}\n# TYPE {name}_created gauge\n{name}_created %s\n"
+        buckets = "".join(
+            f'{name}_bucket{{le="{bound}"}} %s.0\n' for bound in (*LATENCY_BOUNDS, "+Inf")
+        )
+        self._lines = (
+            f"# HELP {name} {text}\n# TYPE {name} histogram\n{buckets}{name}_count "
+            f"%s.0\n{name}_sum %s\n"
+        )
+        self._lines += (
+            f"# HELP {name}_created {text}\n# TYPE {name}_created gauge\n{name}_created %s\n"
+        )
 
     def observe(self, seconds: float) -> None:
         """Counts a value."""
@@ -43,7 +80,9 @@ class Histogram:
         self.sum += seconds
 
     def counts(self) -> dict[str, Any]:
-        """The bounds, how many values were at most each of them and above the one before, or above all, and the sum."""
+        """The bounds, how many values were at most each of them and above the one before, or above
+        all, and the sum.
+        """
         return {"bounds": LATENCY_BOUNDS, "counts": self._counts, "sum": self.sum}
 
     def exposition(self) -> str:
@@ -62,9 +101,21 @@ class ClientMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The samples, for the registry."""
-        tokens = CounterMetricFamily("onehead_client_tokens", "Prompt and output tokens of a named key's sequences.", labels=["key"])
-        running = GaugeMetricFamily("onehead_client_running", "Sequences of a named key that the engine has started.", labels=["key"])
-        waiting = GaugeMetricFamily("onehead_client_waiting", "Sequences of a named key that the engine has not started.", labels=["key"])
+        tokens = CounterMetricFamily(
+            "onehead_client_tokens",
+            "Prompt and output tokens of a named key's sequences.",
+            labels=["key"],
+        )
+        running = GaugeMetricFamily(
+            "onehead_client_running",
+            "Sequences of a named key that the engine has started.",
+            labels=["key"],
+        )
+        waiting = GaugeMetricFamily(
+            "onehead_client_waiting",
+            "Sequences of a named key that the engine has not started.",
+            labels=["key"],
+        )
         for name, usage in self.clients.items():
             if usage.terms.name:
                 tokens.add_metric([name], usage.num_tokens)
@@ -83,28 +134,54 @@ class Metrics:
         self._with_aliases = with_aliases
         self.registry = CollectorRegistry()
         self._histograms: list[Histogram] = []
-        Info("onehead_build", "Version of the onehead server.", registry=self.registry).info({"version": version("onehead")})
+        Info("onehead_build", "Version of the onehead server.", registry=self.registry).info(
+            {"version": version("onehead")}
+        )
         self._model = {"model_name": model_name}
-        self._model_info = Info("onehead_model", "The served model, its dtypes, device and kernels.", registry=self.registry)
+        self._model_info = Info(
+            "onehead_model",
+            "The served model, its dtypes, device and kernels.",
+            registry=self.registry,
+        )
         self._model_info.info(self._model)
-        self.requests_running = self._gauge("requests_running", "Sequences that the engine is running.")
+        self.requests_running = self._gauge(
+            "requests_running", "Sequences that the engine is running."
+        )
         self.requests_waiting = self._gauge(
-            "requests_waiting", "Sequences waiting in the engine for KV cache pages or a place in the batch."
+            "requests_waiting",
+            "Sequences waiting in the engine for KV cache pages or a place in the batch.",
         )
         self.kv_pages_used = self._gauge("kv_pages_used", "KV cache pages held by open requests.")
-        self.kv_pages_cached = self._gauge("kv_pages_cached", "KV cache pages held by no open request but kept in the prefix cache.")
-        self.kv_pages_total = self._gauge("kv_pages_total", "Total number of KV cache pages.")
-        self.kv_cache_usage_ratio = self._gauge("kv_cache_usage_ratio", "Fraction of KV cache pages held by open requests, from 0 to 1.")
-        self.preemptions = self._counter(
-            "preemptions", "Preemptions of running sequences, for lack of KV cache pages or for another client's share."
+        self.kv_pages_cached = self._gauge(
+            "kv_pages_cached",
+            "KV cache pages held by no open request but kept in the prefix cache.",
         )
-        self.prefix_cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
-        self.prefix_cache_hits = self._counter("prefix_cache_hits", "Prompt tokens served from the prefix cache.")
-        self.drafted_tokens = self._counter("spec_decode_num_draft_tokens", "Draft tokens proposed by speculative decoding.")
-        self.accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Draft tokens accepted by speculative decoding.")
+        self.kv_pages_total = self._gauge("kv_pages_total", "Total number of KV cache pages.")
+        self.kv_cache_usage_ratio = self._gauge(
+            "kv_cache_usage_ratio", "Fraction of KV cache pages held by open requests, from 0 to 1."
+        )
+        self.preemptions = self._counter(
+            "preemptions",
+            "Preemptions of running sequences, for lack of KV cache pages or for another client's "
+            "share.",
+        )
+        self.prefix_cache_queries = self._counter(
+            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
+        )
+        self.prefix_cache_hits = self._counter(
+            "prefix_cache_hits", "Prompt tokens served from the prefix cache."
+        )
+        self.drafted_tokens = self._counter(
+            "spec_decode_num_draft_tokens", "Draft tokens proposed by speculative decoding."
+        )
+        self.accepted_tokens = self._counter(
+            "spec_decode_num_accepted_tokens", "Draft tokens accepted by speculative decoding."
+        )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted requests.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
-        self.engine_restarts = self._counter("engine_restarts", "Engine processes started to replace one that crashed or hung.")
+        self.engine_restarts = self._counter(
+            "engine_restarts", "Engine processes started to replace one that crashed or hung."
+        )
         self.requests = Counter(
             "onehead_requests",
             "Sequences that ended, by outcome: a finish reason, cancelled, failed or refused.",
@@ -136,39 +213,63 @@ class Metrics:
             registry=self.registry,
         )
         self.process_registry = CollectorRegistry()
-        """Metrics that are read from /proc, which takes as long as all the others: shown as they were up to a second ago."""
+        """Metrics that are read from /proc, which takes as long as all the others: shown as they
+        were up to a second ago."""
         self._processes, self._processes_until = "", 0.0
         ProcessCollector(registry=self.process_registry)
         self._cache_config = Info(
-            "onehead_cache_config", "Tokens of a KV cache page, and number of pages, under vLLM's names.", registry=self.registry
+            "onehead_cache_config",
+            "Tokens of a KV cache page, and number of pages, under vLLM's names.",
+            registry=self.registry,
         )
         self.time_to_first_token = self._histogram(
-            "time_to_first_token_seconds", "Time from a sequence's arrival to its first token (TTFT)."
+            "time_to_first_token_seconds",
+            "Time from a sequence's arrival to its first token (TTFT).",
         )
-        self.inter_token_latency = self._histogram("inter_token_latency_seconds", "Time between two consecutive tokens of a sequence.")
-        self.e2e_latency = self._histogram("e2e_latency_seconds", "Time from a sequence's arrival to its last token (end-to-end latency).")
+        self.inter_token_latency = self._histogram(
+            "inter_token_latency_seconds", "Time between two consecutive tokens of a sequence."
+        )
+        self.e2e_latency = self._histogram(
+            "e2e_latency_seconds",
+            "Time from a sequence's arrival to its last token (end-to-end latency).",
+        )
         self.queue_time = self._histogram(
-            "queue_time_seconds", "Time from a sequence's arrival to the first step that computes its prompt."
+            "queue_time_seconds",
+            "Time from a sequence's arrival to the first step that computes its prompt.",
         )
         self.step_time = self._histogram("step_time_seconds", "Duration of an engine step.")
-        self.engine_recovery = self._histogram("engine_recovery_seconds", "Time from an engine crash until the next engine is ready.")
+        self.engine_recovery = self._histogram(
+            "engine_recovery_seconds", "Time from an engine crash until the next engine is ready."
+        )
         self.requests_quarantined = self._counter(
-            "requests_quarantined", "Sequences that were quarantined because they crashed the engine repeatedly."
+            "requests_quarantined",
+            "Sequences that were quarantined because they crashed the engine repeatedly.",
         )
         self.device_memory_used = self._gauge(
-            "device_memory_used_bytes", "GPU memory that is taken, by all processes together; 0 where the engine is on a CPU."
+            "device_memory_used_bytes",
+            "GPU memory that is taken, by all processes together; 0 where the engine is on a CPU.",
         )
-        self.device_memory_total = self._gauge("device_memory_total_bytes", "GPU memory in all; 0 where the engine is on a CPU.")
-        self.log_lines_dropped = self._counter("log_lines_dropped", "Log lines that could not be written.")
-        self.streams_detached = self._gauge("streams_detached", "Resumable streams that are generating without a connected client.")
-        self.resume_bytes = self._gauge("resume_bytes", "Bytes of events kept for resumable streams.")
+        self.device_memory_total = self._gauge(
+            "device_memory_total_bytes", "GPU memory in all; 0 where the engine is on a CPU."
+        )
+        self.log_lines_dropped = self._counter(
+            "log_lines_dropped", "Log lines that could not be written."
+        )
+        self.streams_detached = self._gauge(
+            "streams_detached", "Resumable streams that are generating without a connected client."
+        )
+        self.resume_bytes = self._gauge(
+            "resume_bytes", "Bytes of events kept for resumable streams."
+        )
 
     def loaded(self, ready: Ready) -> None:
         """Called when an engine is ready; its counts begin at 0."""
         self.idle()
         self.num_pages = ready.num_pages
         self.kv_pages_total.set(ready.num_pages)
-        self._cache_config.info({"block_size": str(ready.page_size), "num_gpu_blocks": str(ready.num_pages)})
+        self._cache_config.info(
+            {"block_size": str(ready.page_size), "num_gpu_blocks": str(ready.num_pages)}
+        )
         free, total = ready.device_memory
         self.device_memory_used.set(total - free)
         self.device_memory_total.set(total)
@@ -228,18 +329,32 @@ class Metrics:
         return {
             "restarts": self.num_restarts,
             "model": self._model["model_name"],
-            **{name: getattr(self.gauges, name) for name in ("running", "waiting", "pages_used", "pages_cached")},
-            "totals": {name: _totals(counter)[""] for name, counter in counters.items()} | {"requests": _totals(self.requests)},
-            **{name: getattr(self, name).counts() for name in ("time_to_first_token", "inter_token_latency", "step_time")},
+            **{
+                name: getattr(self.gauges, name)
+                for name in ("running", "waiting", "pages_used", "pages_cached")
+            },
+            "totals": {name: _totals(counter)[""] for name, counter in counters.items()}
+            | {"requests": _totals(self.requests)},
+            **{
+                name: getattr(self, name).counts()
+                for name in ("time_to_first_token", "inter_token_latency", "step_time")
+            },
         }
 
     def exposition(self) -> bytes:
         """All metrics in the Prometheus text format."""
         self._settle()
         if (now := time.monotonic()) >= self._processes_until:
-            self._processes, self._processes_until = generate_latest(self.process_registry).decode(), now + 1
+            self._processes, self._processes_until = (
+                generate_latest(self.process_registry).decode(),
+                now + 1,
+            )
         text = "".join(
-            (self._processes, generate_latest(self.registry).decode(), *(histogram.exposition() for histogram in self._histograms))
+            (
+                self._processes,
+                generate_latest(self.registry).decode(),
+                *(histogram.exposition() for histogram in self._histograms),
+            )
         )
         return (text + aliases(text) if self._with_aliases else text).encode()
 
@@ -287,5 +402,10 @@ class LoadLog:
 
 def _totals(counter: Counter) -> dict[str, int]:
     """The values of a counter by its label, which is empty where it has none."""
-    samples = (sample for family in counter.collect() for sample in family.samples if sample.name.endswith("_total"))
+    samples = (
+        sample
+        for family in counter.collect()
+        for sample in family.samples
+        if sample.name.endswith("_total")
+    )
     return {next(iter(sample.labels.values()), ""): int(sample.value) for sample in samples}

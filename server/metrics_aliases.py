@@ -1,6 +1,8 @@
-"""Metrics under vLLM's names, for dashboards and autoscalers that were made for vLLM (docs/why.md#health-and-metric-names).
+"""Metrics under vLLM's names, for dashboards and autoscalers that were made for vLLM
+(docs/why.md#health-and-metric-names).
 
-Invariant: an alias has the values of the metric that it repeats, and the label `model_name` besides the metric's own. It knows no registry.
+Invariant: an alias has the values of the metric that it repeats, and the label `model_name` besides
+the metric's own. It knows no registry.
 """
 
 import re
@@ -24,10 +26,12 @@ ALIASES = {
     "request_queue_time_seconds": "queue_time_seconds",
     "cache_config_info": "cache_config_info",
 }
-"""Name at vLLM without its prefix `vllm:` -> name here without `onehead_`. The names with `gpu_` are those of older versions, which the
-router of vLLM's production-stack reads."""
+"""Name at vLLM without its prefix `vllm:` -> name here without `onehead_`. The names with `gpu_`
+are those of older versions, which the router of vLLM's production-stack reads."""
 _LINE = re.compile(
-    rf"^(# \w+ )?onehead_({'|'.join({*ALIASES.values()})})(_total|_bucket|_sum|_count|_created|)(?:\{{(.*)\}})?( .*\n)", re.MULTILINE
+    rf"^(# \w+ )?onehead_({'|'.join({*ALIASES.values()})})"
+    r"(_total|_bucket|_sum|_count|_created|)(?:\{(.*)\})?( .*\n)",
+    re.MULTILINE,
 )
 """A line of those metrics: its comment's kind, and the metric's name, suffix, labels and value."""
 _MODEL_NAME = re.compile(r'model_name="(?:[^"\\]|\\.)*"')
@@ -39,8 +43,12 @@ def aliases(exposition: str) -> str:
     for match in _LINE.finditer(exposition):
         lines[match[2]].append(match)
     model_names = _MODEL_NAME.findall(exposition)[:1]
+
+    def labelled(labels: str) -> str:
+        return "{" + ",".join(filter(None, (*model_names, labels))) + "}"
+
     return "".join(
-        f"{kind}vllm:{alias}{suffix}{'' if kind else '{' + ','.join(filter(None, (*model_names, labels))) + '}'}{rest}"
+        f"{kind}vllm:{alias}{suffix}{'' if kind else labelled(labels)}{rest}"
         for alias, name in ALIASES.items()
         for kind, _, suffix, labels, rest in (match.groups("") for match in lines[name])
     )

@@ -9,7 +9,16 @@ from pydantic import AfterValidator, AnyUrl, BeforeValidator, Field, ValidationE
 from pydantic_settings import NoDecode
 from typing_extensions import TypeAliasType
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
 
 
 def _parse_memory(value: object) -> object:
@@ -23,8 +32,14 @@ def _parse_memory(value: object) -> object:
 
 
 def _parse_words(value: object) -> object:
-    """'a,b' to ('a', 'b'); lists pass through. An empty text is refused: it usually comes from a shell variable that is not set."""
-    words = tuple(word.strip() for word in value.split(",") if word.strip()) if isinstance(value, str) else value
+    """'a,b' to ('a', 'b'); lists pass through. An empty text is refused: it usually comes from a
+    shell variable that is not set.
+    """
+    words = (
+        tuple(word.strip() for word in value.split(",") if word.strip())
+        if isinstance(value, str)
+        else value
+    )
     if isinstance(value, str) and not words:
         raise ValueError("is empty; leave the option out if you do not need it")
     return words
@@ -34,7 +49,9 @@ def _parse_network(value: object) -> object:
     try:
         return ip_network(str(value))
     except ValueError as error:
-        raise ValueError(f"must be addresses such as 10.0.3.7 or networks such as 10.0.3.0/28: {error}") from None
+        raise ValueError(
+            f"must be addresses such as 10.0.3.7 or networks such as 10.0.3.0/28: {error}"
+        ) from None
 
 
 def _check_origin(value: str) -> str:
@@ -46,7 +63,8 @@ def _check_origin(value: str) -> str:
     is_bare = re.fullmatch("[^*@/]+://[^*@/]+", value) and value == written and value.islower()
     if not is_bare and value not in ("*", "null", "file://"):
         raise ValueError(
-            f"{value!r} is the origin of no page; browsers send a scheme and a host in lower case, a "
+            f"{value!r} is the origin of no page; browsers send a scheme and a host in lower "
+            "case, a "
             "port unless it is the scheme's own, and nothing else: https://app.example:8443. "
             "* alone stands for every page"
         )
@@ -56,7 +74,10 @@ def _check_origin(value: str) -> str:
 def _check_digest(value: str) -> str:
     """The message does not repeat the value: it may be the key itself."""
     if re.fullmatch("[0-9A-Fa-f]{64}", value) is None:
-        raise ValueError("must be SHA-256 digests, 64 hex digits each; `printf %s KEY | sha256sum` makes one of a key")
+        raise ValueError(
+            "must be SHA-256 digests, 64 hex digits each; `printf %s KEY | sha256sum` makes one "
+            "of a key"
+        )
     return value.lower()
 
 

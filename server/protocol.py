@@ -1,7 +1,8 @@
-"""Messages between the API process and the engine process, and between the engine and the processes that follow constraints.
+"""Messages between the API process and the engine process, and between the engine and the processes
+that follow constraints.
 
-Invariant: everything on a pipe is the msgpack encoding of one of these structs; nothing is pickled. VERSION changes with the format.
-This module knows nothing of HTTP, text or tensors.
+Invariant: everything on a pipe is the msgpack encoding of one of these structs; nothing is pickled.
+VERSION changes with the format. This module knows nothing of HTTP, text or tensors.
 """
 
 from typing import Any
@@ -15,9 +16,11 @@ from model.step import bitmap as bitmap
 VERSION = 18
 MAX_FRAME_BYTES = 64 * 2**20
 FOLLOW = b"follow"
-"""What the engine sends with its request for a process that follows constraints, whose pipe the message's descriptor is."""
+"""What the engine sends with its request for a process that follows constraints, whose pipe the
+message's descriptor is."""
 SLOW_MASK_SECONDS = 0.005
-"""Processor time from which a mask is slow: a step does not wait for the next one of its constraint."""
+"""Processor time from which a mask is slow: a step does not wait for the next one of its
+constraint."""
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -29,7 +32,9 @@ class Message(Part, frozen=True, tag=True):
 
 
 class KvEvents(Part, frozen=True):
-    """Where the engine publishes KV events, and answers requests for earlier ones (empty: nowhere); their topic."""
+    """Where the engine publishes KV events, and answers requests for earlier ones (empty: nowhere);
+    their topic.
+    """
 
     address: str = ""
     replay: str = ""
@@ -49,7 +54,8 @@ class Start(Message, frozen=True):
     log_level: str
     log_format: str
     digest: str = ""
-    """The digest of the model that must be loaded, where an earlier engine has loaded one; empty for any."""
+    """The digest of the model that must be loaded, where an earlier engine has loaded one; empty
+    for any."""
     kv_events: KvEvents = KvEvents()
 
 
@@ -62,18 +68,23 @@ class Share(Part, frozen=True):
     max_running: int = 0
     """Sequences that the client may have running; 0 for no limit."""
     rank: int = 0
-    """Order against the sequences of all clients, before their shares: the lowest is served first."""
+    """Order against the sequences of all clients, before their shares: the lowest is served
+    first."""
 
 
 class Opening(Part, frozen=True):
-    """What has to be generated before a grammar applies: one of these tokens; with `text`, such that the output then ends in that text."""
+    """What has to be generated before a grammar applies: one of these tokens; with `text`, such
+    that the output then ends in that text.
+    """
 
     tokens: list[int]
     text: str = ""
 
 
 class Submit(Message, frozen=True):
-    """A sequence to generate. `output` holds the tokens it has already: a sequence replayed after a crash continues after them."""
+    """A sequence to generate. `output` holds the tokens it has already: a sequence replayed after a
+    crash continues after them.
+    """
 
     id: int
     prompt: list[int]
@@ -85,14 +96,17 @@ class Submit(Message, frozen=True):
     priority: int = 0
     """Order among the client's own waiting sequences: the lowest is served first."""
     num_top: int = 0
-    """Most likely tokens to report with each output token, and with each prompt token if the prompt is scored."""
+    """Most likely tokens to report with each output token, and with each prompt token if the prompt
+    is scored."""
     score_prompt: bool = False
     grammar: str = ""
     """Grammar in llguidance's format; empty for none."""
     opening: Opening | None = None
-    """What the grammar's part of the output follows; None: the grammar is that of the whole output."""
+    """What the grammar's part of the output follows; None: the grammar is that of the whole
+    output."""
     healed: str = ""
-    """Token healing: text cut off the end of the prompt, which the output must begin with; empty for none."""
+    """Token healing: text cut off the end of the prompt, which the output must begin with; empty
+    for none."""
     salt: str = ""
     """Only sequences with the same salt share pages."""
     share: Share = Share()
@@ -101,7 +115,9 @@ class Submit(Message, frozen=True):
 
 
 class Look(Message, frozen=True):
-    """Asks how the KV cache is used. Answered by CacheView between two steps. `dump`: ask for the allocator's own lists too."""
+    """Asks how the KV cache is used. Answered by CacheView between two steps. `dump`: ask for the
+    allocator's own lists too.
+    """
 
     dump: bool = False
 
@@ -140,13 +156,16 @@ class Ready(Message, frozen=True):
     capacity: int
     """The most tokens of one sequence: max_context, or what the KV cache holds if that is less."""
     quantization: str
-    """Of the weights: none, a value of engine.quantization, or int4+int8 where they are in both as in the file."""
+    """Of the weights: none, a value of engine.quantization, or int4+int8 where they are in both as
+    in the file."""
     weight_bytes: int
     page_bytes: int
     kernels: str
-    """What computes attention, and matrix products if that differs: our kernels with their vector width, or torch."""
+    """What computes attention, and matrix products if that differs: our kernels with their vector
+    width, or torch."""
     deterministic: bool
-    """Whether the engine is batch-invariant: a request gets the same bits whatever else is running."""
+    """Whether the engine is batch-invariant: a request gets the same bits whatever else is
+    running."""
     multi_head_bytes_per_token: int
     """KV cache bytes of a token if every query head had its own key/value head."""
     sequences: list[tuple[int, int]]
@@ -156,7 +175,8 @@ class Ready(Message, frozen=True):
     hardware: str = ""
     """The device by name, with the versions of its driver and libraries; empty for a CPU."""
     device_memory: tuple[int, int] = (0, 0)
-    """Bytes of the device's own memory that are free when the engine is loaded, and all there are."""
+    """Bytes of the device's own memory that are free when the engine is loaded, and all there
+    are."""
     block_forms: dict[str, int] = {}
     """Where weights are as in the file: matrices by the format of their blocks."""
     num_graphs: int = 0
@@ -164,7 +184,9 @@ class Ready(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """The engine cannot start. `reason` is for the operator; `resource`: for lack of memory or a device."""
+    """The engine cannot start. `reason` is for the operator; `resource`: for lack of memory or a
+    device.
+    """
 
     reason: str
     resource: bool = False
@@ -178,13 +200,16 @@ class Token(Part, frozen=True):
     token: int
     logprob: float
     finish: str | None = None
-    """Why this is the last token: length or eos_token (also for a stop token id); None if the sequence continues."""
+    """Why this is the last token: length or eos_token (also for a stop token id); None if the
+    sequence continues."""
     top: tuple[tuple[int, float], ...] = ()
     """The most likely tokens and their log-probabilities."""
 
 
 class PromptScore(Part, frozen=True):
-    """Log-probability and rank (from 1) of a prompt token, and the most likely tokens at its position."""
+    """Log-probability and rank (from 1) of a prompt token, and the most likely tokens at its
+    position.
+    """
 
     token: int
     logprob: float
@@ -224,7 +249,9 @@ class Tokens(Message, frozen=True):
 
 
 class Started(Message, frozen=True):
-    """Sequences admitted for the first time in the next step. Sent before the step, so that a crash in it can be attributed to them."""
+    """Sequences admitted for the first time in the next step. Sent before the step, so that a crash
+    in it can be attributed to them.
+    """
 
     ids: list[int]
     cached: list[int]
@@ -232,8 +259,8 @@ class Started(Message, frozen=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """Sent at intervals while the engine process runs. `progress` grows with every layer computed; `memory_used`: bytes of the device's own
-    memory that are taken, by all processes.
+    """Sent at intervals while the engine process runs. `progress` grows with every layer computed;
+    `memory_used`: bytes of the device's own memory that are taken, by all processes.
     """
 
     progress: int
@@ -241,12 +268,14 @@ class Heartbeat(Message, frozen=True):
 
 
 SequenceRow = tuple[int, str, str, int, int, int, int, int, int]
-"""Of an open sequence: id, id of its request, state (waiting, running, or preempted: waiting after it ran), prompt tokens, those found in
-the prefix cache, computed tokens, output tokens, pages, preemptions."""
+"""Of an open sequence: id, id of its request, state (waiting, running, or preempted: waiting after
+it ran), prompt tokens, those found in the prefix cache, computed tokens, output tokens, pages,
+preemptions."""
 
 
 FREE, CACHED, OWNED, SHARED = range(4)
-"""Kinds of pages: those that hold nothing, that are kept as a prefix without an owner, and that one or several sequences own."""
+"""Kinds of pages: those that hold nothing, that are kept as a prefix without an owner, and that one
+or several sequences own."""
 
 
 class CacheView(Message, frozen=True):
@@ -257,14 +286,17 @@ class CacheView(Message, frozen=True):
     step: int
     """Steps that the engine has committed."""
     runs: bytes
-    """Runs of pages that are not free, each of five native 64-bit integers: the first page, how many there are, their kind, their
-    owner's id and the first position in them (-1 and 0 without an owner)."""
+    """Runs of pages that are not free, each of five native 64-bit integers: the first page, how
+    many there are, their kind, their owner's id and the first position in them (-1 and 0 without an
+    owner)."""
     sequences: list[SequenceRow]
     dump: dict[str, Any] | None = None
 
 
 class Failed(Message, frozen=True):
-    """Sequence `id` failed; others are not affected. `refused`: the request cannot be satisfied as it is. `code` is machine-readable."""
+    """Sequence `id` failed; others are not affected. `refused`: the request cannot be satisfied as
+    it is. `code` is machine-readable.
+    """
 
     id: int
     reason: str
@@ -291,11 +323,14 @@ class Guidance(Part, frozen=True):
     """What a constraint says about the tokens after the output."""
 
     mask: bytes | None
-    """The tokens that may be sampled after the forced ones, as in model.step.Sample.mask; None once the constraint allows everything."""
+    """The tokens that may be sampled after the forced ones, as in model.step.Sample.mask; None once
+    the constraint allows everything."""
     forced: list[int] = []
-    """Tokens that must follow before the next one is sampled; the constraint is already past them."""
+    """Tokens that must follow before the next one is sampled; the constraint is already past
+    them."""
     is_open: bool = True
-    """False: the output has not generated the grammar's opening, so that the constraint has yet to begin."""
+    """False: the output has not generated the grammar's opening, so that the constraint has yet to
+    begin."""
 
 
 class Answer(Part, frozen=True):
@@ -310,7 +345,9 @@ class Answer(Part, frozen=True):
 
 
 ToEngine = Start | Submit | Look | Cancel | Shutdown
-FromEngine = Loading | Ready | Refused | Started | Tokens | PromptScores | Failed | Heartbeat | CacheView
+FromEngine = (
+    Loading | Ready | Refused | Started | Tokens | PromptScores | Failed | Heartbeat | CacheView
+)
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

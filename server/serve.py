@@ -266,7 +266,9 @@ class Server:
 
 def in_words(ready: Ready) -> str:
     """One line that describes the loaded model, for the log."""
-    forms = " and ".join(f"{count} matrices in {form} blocks" for form, count in sorted(ready.block_forms.items()))
+    forms = " and ".join(
+        f"{count} matrices in {form} blocks" for form, count in sorted(ready.block_forms.items())
+    )
     form = ready.dtype if ready.quantization == "none" else ready.quantization
     weights = f"as in the file ({forms})" if forms else f"in {form}"
     words = (

@@ -1,4 +1,5 @@
-"""SupervisedEngine: an engine process, its supervisor and a Generation, in an event loop, without HTTP.
+"""SupervisedEngine: an engine process, its supervisor and a Generation, in an event loop, without
+HTTP.
 
 Invariant: the engine process has ended when `close` returns. It knows no routes and no sockets.
 """
@@ -44,14 +45,25 @@ log = logging.getLogger("onehead")
 
 
 def engine_options(settings: EngineSettings) -> EngineOptions:
-    """The options `engine.*` and `cache.*` for an engine process, with threads, context and the sizes of steps set where they are left to
-    defaults.
+    """The options `engine.*` and `cache.*` for an engine process, with threads, context and the
+    sizes of steps set where they are left to defaults.
     """
     engine, cache = settings.engine.model_dump(), settings.cache.model_dump()
-    max_running, step_tokens = step_sizes(settings.engine.max_running, settings.engine.step_tokens, settings.engine.device)
+    max_running, step_tokens = step_sizes(
+        settings.engine.max_running, settings.engine.step_tokens, settings.engine.device
+    )
     sizes = {"max_running": max_running, "step_tokens": step_tokens}
-    found = {"threads": engine_threads(settings.engine.threads), "max_context": settings.engine.max_context or 0}
-    return EngineOptions(**engine | cache | found | sizes | {"dtype": settings.engine.dtype, "cache_dtype": settings.cache.dtype})
+    found = {
+        "threads": engine_threads(settings.engine.threads),
+        "max_context": settings.engine.max_context or 0,
+    }
+    return EngineOptions(
+        **engine
+        | cache
+        | found
+        | sizes
+        | {"dtype": settings.engine.dtype, "cache_dtype": settings.cache.dtype}
+    )
 
 
 def start_message(settings: EngineSettings, section: ServerSection) -> protocol.Start:
@@ -64,22 +76,29 @@ def start_message(settings: EngineSettings, section: ServerSection) -> protocol.
         heartbeat_seconds=section.stall_after / 4,
         log_level=section.log_level,
         log_format=section.log_format,
-        kv_events=protocol.KvEvents(section.kv_events, section.kv_events_replay, section.kv_events_topic),
+        kv_events=protocol.KvEvents(
+            section.kv_events, section.kv_events_replay, section.kv_events_topic
+        ),
     )
 
 
 def read_texts(folder: Path, section: ServerSection) -> Texts:
-    """The tokenizer and chat template of a checkpoint. Raises ConfigurationError, or CheckpointError if the tokenizer does not fit the
-    model.
+    """The tokenizer and chat template of a checkpoint. Raises ConfigurationError, or
+    CheckpointError if the tokenizer does not fit the model.
     """
-    codec, spec = TextCodec(folder, section.chat_template), read_spec(folder, warn=False)  # The engine reads the spec too, and warns.
+    codec, spec = (
+        TextCodec(folder, section.chat_template),
+        read_spec(folder, warn=False),
+    )  # The engine reads the spec too, and warns.
     if codec.largest_id >= spec.vocab_size:
         raise CheckpointError(
-            f"{codec.path}: has ids up to {codec.largest_id}, expected all below vocab_size {spec.vocab_size} of config.json"
+            f"{codec.path}: has ids up to {codec.largest_id}, expected all below vocab_size "
+            f"{spec.vocab_size} of config.json"
         )
     if not spec.end_token_ids and not codec.end_token_ids:
         raise CheckpointError(
-            f"{folder}: no end-of-sequence token; expected eos_token_id in generation_config.json or config.json, or eos_token in "
+            f"{folder}: no end-of-sequence token; expected eos_token_id in generation_config.json "
+            "or config.json, or eos_token in "
             "tokenizer_config.json"
         )
     texts = Texts(codec, spec.end_token_ids)
@@ -91,8 +110,8 @@ def read_texts(folder: Path, section: ServerSection) -> Texts:
 
 
 class SupervisedEngine:
-    """Starts, watches, restarts and ends the engine process; `generation` submits requests to it. Raises ConfigurationError,
-    CheckpointError, or OSError if a process cannot be started.
+    """Starts, watches, restarts and ends the engine process; `generation` submits requests to it.
+    Raises ConfigurationError, CheckpointError, or OSError if a process cannot be started.
     """
 
     def __init__(
@@ -117,10 +136,18 @@ class SupervisedEngine:
         self.every_second: list[Callable[[], None]] = [self._keep_workers]
         """Called once a second."""
         self.metrics = Metrics(name, section.metrics_aliases)
-        ProcessCollector("onehead_engine", lambda: self._process.process.pid, registry=self.metrics.process_registry)
+        ProcessCollector(
+            "onehead_engine",
+            lambda: self._process.process.pid,
+            registry=self.metrics.process_registry,
+        )
         timeouts = Timeouts(section.stall_after, START_SECONDS, recovery)
-        self.supervisor = Supervisor(self._spawn, self._on_state, lambda event: self.client.on_engine_event(event), timeouts)
-        self.client = EngineClient(self.supervisor, self.metrics, section, self._start.options.max_running)
+        self.supervisor = Supervisor(
+            self._spawn, self._on_state, lambda event: self.client.on_engine_event(event), timeouts
+        )
+        self.client = EngineClient(
+            self.supervisor, self.metrics, section, self._start.options.max_running
+        )
         try:
             texts = read_texts(settings.model, section)
             self.workers.start(texts)  # While this process has no threads that could hold a lock.
@@ -135,7 +162,9 @@ class SupervisedEngine:
         self._watch = asyncio.create_task(self._pass_time())
 
     async def _pass_time(self) -> None:
-        """Passes elapsed time to the supervisor. Time in which this process did not run does not count as time without progress."""
+        """Passes elapsed time to the supervisor. Time in which this process did not run does not
+        count as time without progress.
+        """
         last = second = time.monotonic()
         while True:
             await asyncio.sleep(self._tick)
@@ -151,9 +180,12 @@ class SupervisedEngine:
                 except Exception:  # A failed call must not stop the others, or the watching.
                     log.exception("a periodic task failed")
 
-    def _spawn(self, on_message: Callable[[protocol.FromEngine], None], on_exit: Callable[[int], None]) -> EngineProcess:
+    def _spawn(
+        self, on_message: Callable[[protocol.FromEngine], None], on_exit: Callable[[int], None]
+    ) -> EngineProcess:
         ready = self.supervisor.ready
-        # A restarted engine gets the first one's pool size and device, by which open requests were admitted, and its model.
+        # A restarted engine gets the first one's pool size and device, by which open requests were
+        # admitted, and its model.
         start = self._start
         if ready is not None:
             options = dataclasses.replace(start.options, pages=ready.num_pages, device=ready.device)
@@ -169,17 +201,25 @@ class SupervisedEngine:
         before, self._num_oom_kills = self._num_oom_kills, num_oom_kills()
         if status == -signal.SIGKILL and self._num_oom_kills > before:
             log.error(
-                "the kernel ended a process for lack of memory (OOM killer): lower cache.memory or cache.pages, hold the weights in "
-                "fewer bits (engine.quantization), or raise the limit of memory of this container or service"
+                "the kernel ended a process for lack of memory (OOM killer): lower cache.memory "
+                "or cache.pages, hold the weights in "
+                "fewer bits (engine.quantization), or raise the limit of memory of this container "
+                "or service"
             )
         then(status)
 
     def _keep_workers(self) -> None:
-        with contextlib.suppress(OSError):  # Where no process can be started, the next second may be better.
+        with contextlib.suppress(
+            OSError
+        ):  # Where no process can be started, the next second may be better.
             self.workers.keep_running()
 
     def _on_state(self, state: State) -> None:
-        log.info("engine: %s%s", self.supervisor.status, f" ({self.supervisor.reason})" if self.supervisor.reason else "")
+        log.info(
+            "engine: %s%s",
+            self.supervisor.status,
+            f" ({self.supervisor.reason})" if self.supervisor.reason else "",
+        )
         if state is State.READY and self.supervisor.ready is not None:
             self.metrics.loaded(self.supervisor.ready)
             if self._crashed_at is None and self.supervisor.ready.device == "cpu":
@@ -195,8 +235,8 @@ class SupervisedEngine:
         self._changed.set()
 
     async def check_texts(self) -> None:
-        """Waits until the workers have read the checkpoint. Raises ConfigurationError if they refuse it, and ResourceError if there are
-        none.
+        """Waits until the workers have read the checkpoint. Raises ConfigurationError if they
+        refuse it, and ResourceError if there are none.
         """
         try:
             loaded = await self.workers.loaded()
@@ -209,7 +249,9 @@ class SupervisedEngine:
         self.generation.texts.variables = frozenset(loaded.variables)
 
     async def wait_for(self, *states: State) -> State:
-        """Waits until the supervisor is in one of these states or in a final one, and returns it."""
+        """Waits until the supervisor is in one of these states or in a final one, and returns
+        it.
+        """
         final = (State.STOPPED, State.REFUSED, State.GAVE_UP)
         while self.supervisor.state not in (*states, *final):
             self._changed.clear()
@@ -226,11 +268,14 @@ class SupervisedEngine:
 
 
 def _warn_of_threads(threads: int) -> None:
-    """Logs that the engine has more threads than processors: at every barrier all threads wait for one that is not running."""
+    """Logs that the engine has more threads than processors: at every barrier all threads wait for
+    one that is not running.
+    """
     processors = available_processors()
     if threads > processors:
         log.warning(
-            "the engine has %d threads for %g processors (affinity and CPU quota of this process): steps take longer than with %d; "
+            "the engine has %d threads for %g processors (affinity and CPU quota of this "
+            "process): steps take longer than with %d; "
             "set engine.threads, or leave it and OMP_NUM_THREADS out",
             threads,
             processors,

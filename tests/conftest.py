@@ -42,8 +42,14 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(key)
 
 
-@pytest.fixture(scope="session", params=SHAPES, ids=lambda shape: f"H{shape.n_head}xd{shape.head_dim}V{shape.vocab_size}")
-def any_checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
+@pytest.fixture(
+    scope="session",
+    params=SHAPES,
+    ids=lambda shape: f"H{shape.n_head}xd{shape.head_dim}V{shape.vocab_size}",
+)
+def any_checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> TinyCheckpoint:
     """Each of the random checkpoints in turn."""
     return make_checkpoint(request.param, tmp_path_factory.mktemp("checkpoint"))
 
@@ -60,12 +66,18 @@ def tiny_folder(tiny_checkpoint: TinyCheckpoint) -> Path:
 
 
 @pytest.fixture(scope="session")
-def family_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], FamilyCheckpoint]:
-    """Gives the random checkpoint of a family and number, made once in each test process. Tests do not write into its folder."""
+def family_checkpoint(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str, int], FamilyCheckpoint]:
+    """Gives the random checkpoint of a family and number, made once in each test process. Tests do
+    not write into its folder.
+    """
 
     @cache
     def made(family: str, number: int) -> FamilyCheckpoint:
-        return make_family_checkpoint(family, number, tmp_path_factory.mktemp(f"{family}-{number}-"))
+        return make_family_checkpoint(
+            family, number, tmp_path_factory.mktemp(f"{family}-{number}-")
+        )
 
     return made
 
@@ -81,7 +93,8 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
     "{{ raise_exception('system comes first') }}{% endif %}"
-    "# {{ message.role }}: {{ message.content }}<|endoftext|>\n{% endfor %}{% if add_generation_prompt %}# assistant:{% endif %}"
+    "# {{ message.role }}: {{ message.content }}<|endoftext|>\n{% endfor %}{% if "
+    "add_generation_prompt %}# assistant:{% endif %}"
 )
 
 

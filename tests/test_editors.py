@@ -1,7 +1,9 @@
-"""Recorded requests of editors (tests/clients/editors.json) are answered with 200 and the fields that the editors read.
+"""Recorded requests of editors (tests/clients/editors.json) are answered with 200 and the fields
+that the editors read.
 
-A record says the client, its version or commit, and the file in which its request and what it reads were found. `added` names fields of the
-body that the client does not send, which keep the answer short. `ends` is the field by which the client knows the last event of a stream.
+A record says the client, its version or commit, and the file in which its request and what it reads
+were found. `added` names fields of the body that the client does not send, which keep the answer
+short. `ends` is the field by which the client knows the last event of a stream.
 """
 
 import json
@@ -13,13 +15,17 @@ import pytest
 
 from tests.support.processes import ServerProcess, Stream
 
-RECORDS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "clients" / "editors.json").read_text(encoding="utf-8"))
+RECORDS: list[dict[str, Any]] = json.loads(
+    (Path(__file__).parent / "clients" / "editors.json").read_text(encoding="utf-8")
+)
 CLIENTS = Path(__file__).parent.parent / "docs" / "guides" / "clients.md"
 KINDS: dict[str, Any] = {"string": str, "number": (int, float), "boolean": bool}
 
 
 def read(value: Any, path: str) -> Any:
-    """The field at a path such as choices.0.text. Raises KeyError or IndexError where there is none."""
+    """The field at a path such as choices.0.text. Raises KeyError or IndexError where there is
+    none.
+    """
     for part in path.split("."):
         value = value[int(part)] if isinstance(value, list) else value[part]
     return value
@@ -33,7 +39,9 @@ def check(record: dict[str, Any], answer: Any) -> None:
         assert read(answer, path) == value
 
 
-@pytest.mark.parametrize("record", RECORDS, ids=lambda record: f"{record['client']} {record['path']}")
+@pytest.mark.parametrize(
+    "record", RECORDS, ids=lambda record: f"{record['client']} {record['path']}"
+)
 def test_the_request_of_an_editor(embedded_server: ServerProcess, record: dict[str, Any]) -> None:
     path = record["path"]
     if "body" not in record:
@@ -49,11 +57,15 @@ def test_the_request_of_an_editor(embedded_server: ServerProcess, record: dict[s
     stream = Stream(embedded_server.port, path, record["body"])
     response = stream.response()
     assert response.status == 200, response
-    answers = [json.loads(event) for event in re.findall(rb"^data: (\{.*)$", response.body(), re.MULTILINE)]
+    answers = [
+        json.loads(event) for event in re.findall(rb"^data: (\{.*)$", response.body(), re.MULTILINE)
+    ]
     stream.close()
     for answer in answers:
         check(record, answer)
-    assert [bool(read(answer, record["ends"])) for answer in answers] == [False] * (len(answers) - 1) + [True]
+    assert [bool(read(answer, record["ends"])) for answer in answers] == [False] * (
+        len(answers) - 1
+    ) + [True]
 
 
 def test_several_completions_differ(embedded_server: ServerProcess) -> None:
@@ -65,6 +77,15 @@ def test_several_completions_differ(embedded_server: ServerProcess) -> None:
 
 
 def test_every_editor_has_a_row_in_the_table_of_clients() -> None:
-    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|", CLIENTS.read_text(encoding="utf-8").replace("`", ""), re.MULTILINE)
-    for client, version in {(record["client"].partition(",")[0], record["version"]) for record in RECORDS}:
-        assert any(client in row and version in versions for row, versions in rows), (client, version)
+    rows = re.findall(
+        r"^\| ([^|]+) \| ([^|]+) \|",
+        CLIENTS.read_text(encoding="utf-8").replace("`", ""),
+        re.MULTILINE,
+    )
+    for client, version in {
+        (record["client"].partition(",")[0], record["version"]) for record in RECORDS
+    }:
+        assert any(client in row and version in versions for row, versions in rows), (
+            client,
+            version,
+        )

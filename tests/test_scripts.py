@@ -1,5 +1,5 @@
-"""scripts/setup and scripts/serve in a copy of what they read, with a Python and a pip that install nothing and write down what they are
-asked.
+"""scripts/setup and scripts/serve in a copy of what they read, with a Python and a pip that install
+nothing and write down what they are asked.
 """
 
 import os
@@ -16,7 +16,7 @@ from tests.support.paths import ROOT
 # Makes a .venv whose Python is the script beside it; anything else is the real Python's.
 PYTHON = """#!/bin/sh
 if [ "$1 $2" = "-m venv" ]; then mkdir -p "$3/bin" && cp "$STUBS/venv-python" "$3/bin/python"; else exec "$REAL_PYTHON" "$@"; fi
-"""
+"""  # noqa: E501
 # Knows torch's version where there is one; its pip writes down its arguments and leaves a kernel.
 VENV_PYTHON = """#!/bin/sh
 case "$1" in
@@ -24,19 +24,33 @@ case "$1" in
   -m) echo "$@" >>pip.log; echo "pip says something"; : >model/devices/cpu/native/kernels_stub.so ;;
 esac
 """
-TORCH = next(line.split("==")[1] for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
+TORCH = next(
+    line.split("==")[1]
+    for line in (ROOT / "constraints.txt").read_text().splitlines()
+    if line.startswith("torch==")
+)
 
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The files that the scripts read, and the stubs first on PATH."""
     tree, stubs = tmp_path / "tree", tmp_path / "stubs"
-    for name in ("scripts/setup", "scripts/serve", "server/config.py", "server/command_line.py", "pyproject.toml", "constraints.txt"):
+    for name in (
+        "scripts/setup",
+        "scripts/serve",
+        "server/config.py",
+        "server/command_line.py",
+        "pyproject.toml",
+        "constraints.txt",
+    ):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, tree / name)
     (tree / "model" / "devices" / "cpu" / "native").mkdir(parents=True)
     for name in ("product.cpp", "rows.h"):
-        shutil.copy2(ROOT / "model" / "devices" / "cpu" / "native" / name, tree / "model" / "devices" / "cpu" / "native")
+        shutil.copy2(
+            ROOT / "model" / "devices" / "cpu" / "native" / name,
+            tree / "model" / "devices" / "cpu" / "native",
+        )
     stubs.mkdir()
     for name, text in (("python3", PYTHON), ("venv-python", VENV_PYTHON)):
         (stubs / name).write_text(text)
@@ -71,22 +85,35 @@ def test_set_up_says_what_it_fetches_before_and_that_it_is_done_after(tree: Path
     done = run(tree / "scripts" / "setup")
     first, _, last = done.stderr.splitlines()  # Between them stands pip's own output.
     assert done.returncode == 0 and done.stdout == ""
-    assert first.startswith("installing onehead into .venv: about 3 GB to download, with PyTorch for CUDA; README.md says how")
+    assert first.startswith(
+        "installing onehead into .venv: about 3 GB to download, with PyTorch for CUDA; README.md "
+        "says how"
+    )
     assert last.startswith("installed onehead in ") and "--quiet" in (tree / "pip.log").read_text()
     assert "--editable .[train]" in (tree / "pip.log").read_text()  # For the pictures of commands.
     again = run(tree / "scripts" / "setup")
-    assert (again.returncode, again.stdout, again.stderr) == (0, "", "") and (tree / "pip.log").read_text().count("install") == 1
+    assert (again.returncode, again.stdout, again.stderr) == (0, "", "") and (
+        tree / "pip.log"
+    ).read_text().count("install") == 1
 
 
 @pytest.mark.parametrize(
     ("torch", "words"),
-    [(TORCH + "+cpu", f"torch {TORCH}+cpu is there already; at most 0.2 GB"), ("1.0.0", "about 3 GB"), ("", "about 3 GB")],
+    [
+        (TORCH + "+cpu", f"torch {TORCH}+cpu is there already; at most 0.2 GB"),
+        ("1.0.0", "about 3 GB"),
+        ("", "about 3 GB"),
+    ],
 )
-def test_a_torch_that_is_kept_is_not_counted(tree: Path, monkeypatch: pytest.MonkeyPatch, torch: str, words: str) -> None:
+def test_a_torch_that_is_kept_is_not_counted(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, torch: str, words: str
+) -> None:
     subprocess.run(["python3", "-m", "venv", tree / ".venv"], check=True)
     monkeypatch.setenv("TORCH", torch)
     first = run(tree / "scripts" / "setup", "dev").stderr.splitlines()[0]
-    assert first.startswith(f"installing onehead with [dev] into .venv: {words}") and first.endswith("; this takes minutes")
+    assert first.startswith(
+        f"installing onehead with [dev] into .venv: {words}"
+    ) and first.endswith("; this takes minutes")
 
 
 def test_on_a_terminal_pip_shows_its_progress(tree: Path) -> None:
@@ -98,7 +125,11 @@ def options() -> list[str]:
     found = []
     for name, field in ServeSettings.model_fields.items():
         section = field.annotation
-        names = section.model_fields if isinstance(section, type) and issubclass(section, Section) else None
+        names = (
+            section.model_fields
+            if isinstance(section, type) and issubclass(section, Section)
+            else None
+        )
         found += [f"--{name}"] if names is None else [f"--{name}.{option}" for option in names]
     return found
 
@@ -121,10 +152,21 @@ def test_every_option_passes_and_a_misspelt_one_is_told_before_set_up(tree: Path
         ["--"],
     ):
         assert run(serve, *arguments).returncode == 3, arguments
-    for misspelt in ("--engine.max_runing", "--engin.max_running", "--max_running", "--engine.port", "--Model", "--.*", "--by_position"):
+    for misspelt in (
+        "--engine.max_runing",
+        "--engin.max_running",
+        "--max_running",
+        "--engine.port",
+        "--Model",
+        "--.*",
+        "--by_position",
+    ):
         for arguments in ([misspelt, "1"], [f"{misspelt}=1"], ["--port", "80", misspelt]):
             done = run(serve, *arguments)
-            assert (done.returncode, done.stderr) == (2, f"scripts/serve: {misspelt}: no such option; --help lists them\n")
+            assert (done.returncode, done.stderr) == (
+                2,
+                f"scripts/serve: {misspelt}: no such option; --help lists them\n",
+            )
 
     for theirs, ours in (
         ("--max-model-len", "--engine.max_context"),

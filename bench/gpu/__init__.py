@@ -1,1 +1,3 @@
-"""Ten minutes on a GPU: ceilings, kernels, steps, the service, numbers and peers. `python -m bench.gpu --help`."""
+"""Ten minutes on a GPU: ceilings, kernels, steps, the service, numbers and peers. `python -m
+bench.gpu --help`.
+"""

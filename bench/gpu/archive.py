@@ -1,7 +1,8 @@
 """Archive: one zip file with everything a run has found, rewritten as it grows.
 
-Invariant: at any moment the file is a whole archive, and it holds what was put in before; a process that is killed while it writes leaves
-the file as it was. One process writes at a time: a part's while it runs, else the run's. It knows nothing of what is measured.
+Invariant: at any moment the file is a whole archive, and it holds what was put in before; a process
+that is killed while it writes leaves the file as it was. One process writes at a time: a part's
+while it runs, else the run's. It knows nothing of what is measured.
 """
 
 import json
@@ -17,7 +18,9 @@ RECORD = "gpu.json"
 
 
 class Archive:
-    """The archive at a path, as this process has read and written it. `record` is the member gpu.json."""
+    """The archive at a path, as this process has read and written it. `record` is the member
+    gpu.json.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,10 +1,13 @@
-"""The decode kernel: seconds and bytes of a call that reads one K and V for all heads, beside SDPA, FlashInfer and FlexAttention.
+"""The decode kernel: seconds and bytes of a call that reads one K and V for all heads, beside SDPA,
+FlashInfer and FlexAttention.
 
-A call is timed over several layers, as a model's step has them, each with keys of its own that nothing has read since the flush. Ours
-reads pages in a random order; SDPA and FlexAttention get the same memory as if it were contiguous. None writes K and V; what ours takes
-with its writing is told beside. It knows no ceilings: shares are the report's.
+A call is timed over several layers, as a model's step has them, each with keys of its own that
+nothing has read since the flush. Ours reads pages in a random order; SDPA and FlexAttention get the
+same memory as if it were contiguous. None writes K and V; what ours takes with its writing is told
+beside. It knows no ceilings: shares are the report's.
 
-Shape letters: B sequences, L keys of a sequence, P pages, S slots of a page, H query heads, d columns.
+Shape letters: B sequences, L keys of a sequence, P pages, S slots of a page, H query heads, d
+columns.
 """
 
 import random
@@ -52,14 +55,18 @@ def layers_of(num_bytes: int) -> int:
 class Problem:
     """The decode step of sequences with so many keys, the token's own included."""
 
-    def __init__(self, heads: int, head_dim: int, contexts: list[int], dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self, heads: int, head_dim: int, contexts: list[int], dtype: torch.dtype, device: str
+    ) -> None:
         self.heads, self.head_dim, self.contexts = heads, head_dim, contexts
         self.num_bytes = 2 * sum(contexts) * head_dim * dtype.itemsize
         self.layers = layers_of(self.num_bytes) if device == "cuda" else 1
         self.upload = find_device(device).upload
         self.layout = CacheLayout.of(self.layers, (), PAGE_SIZE)
         counts = [pages_for(context, PAGE_SIZE) for context in contexts]
-        self.pool = KVPool.allocate(self.layout, sum(counts), head_dim, head_dim, dtype, torch.device(device))
+        self.pool = KVPool.allocate(
+            self.layout, sum(counts), head_dim, head_dim, dtype, torch.device(device)
+        )
         torch.manual_seed(0)
         self.pool.keys_LPSd.normal_()
         self.pool.values_LPSv.normal_()
@@ -75,7 +82,9 @@ class Problem:
 
     def whole(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V [B, 1, L, d], as if pages lay in their order."""
-        k_B1Ld, v_B1Ld = (x.view(len(self.rows), 1, -1, self.head_dim) for x in self.pool.layer(layer))
+        k_B1Ld, v_B1Ld = (
+            x.view(len(self.rows), 1, -1, self.head_dim) for x in self.pool.layer(layer)
+        )
         return k_B1Ld, v_B1Ld
 
     def ours(self, chosen: list[int] | None = None) -> Callable[[int], Tensor]:
@@ -86,42 +95,62 @@ class Problem:
         return lambda layer: backend.run(plan, layer, q, k, v)
 
     def attending(self) -> Callable[[int], Tensor]:
-        """A layer's call of all rows, without the writing where the backend offers that: the decode kernel of a GPU does both at once."""
+        """A layer's call of all rows, without the writing where the backend offers that: the decode
+        kernel of a GPU does both at once.
+        """
         backend, plan = self._planned(list(range(len(self.rows))))
-        return (lambda layer: backend.attend(plan, layer, self.q_BHd)) if hasattr(backend, "attend") else self.ours()
+        return (
+            (lambda layer: backend.attend(plan, layer, self.q_BHd))
+            if hasattr(backend, "attend")
+            else self.ours()
+        )
 
     def check(self, o_BHd: Tensor, layer: int = 0) -> None:
-        """Raises AssertionError where the output of the first, a middle or the last row is not attention over the keys that the pool holds
-        now, in float64.
+        """Raises AssertionError where the output of the first, a middle or the last row is not
+        attention over the keys that the pool holds now, in float64.
         """
         o_BHd = o_BHd.view(len(self.rows), self.heads, self.head_dim)
         for i in {0, len(self.rows) // 2, len(self.rows) - 1}:
             pages = list(self.rows[i].pages[0])
-            k_Ld, v_Ld = (x[pages].flatten(0, 1)[: self.contexts[i]].double() for x in self.pool.layer(layer))
+            k_Ld, v_Ld = (
+                x[pages].flatten(0, 1)[: self.contexts[i]].double() for x in self.pool.layer(layer)
+            )
             expected_Hd = (self.q_BHd[i].double() @ k_Ld.T * self.scale).softmax(-1) @ v_Ld
-            distance = float(((o_BHd[i].double() - expected_Hd).abs() / (1 + expected_Hd.abs())).max())
-            assert distance <= NEAR[self.q_BHd.dtype], f"sequence {i} of {len(self.rows)} is off by {distance:.2g}"
+            distance = float(
+                ((o_BHd[i].double() - expected_Hd).abs() / (1 + expected_Hd.abs())).max()
+            )
+            assert distance <= NEAR[self.q_BHd.dtype], (
+                f"sequence {i} of {len(self.rows)} is off by {distance:.2g}"
+            )
 
     def _planned(self, chosen: list[int]) -> tuple[Any, Any]:
         """A backend, and its plan of these rows."""
-        backend = create_backend(backend_name(self.pool, self.heads), self.pool, self.scale, self.heads)
-        return backend, backend.plan(build_batch(StepPlan(tuple(self.rows[i] for i in chosen)), self.layout, self.upload))
+        backend = create_backend(
+            backend_name(self.pool, self.heads), self.pool, self.scale, self.heads
+        )
+        return backend, backend.plan(
+            build_batch(StepPlan(tuple(self.rows[i] for i in chosen)), self.layout, self.upload)
+        )
 
 
 def sdpa(problem: Problem) -> Callable[[int], Tensor]:
     """Heads stacked as the rows of one query matrix, so that K and V are read once."""
     q_B1Hd = problem.q_BHd.unsqueeze(1)
-    return lambda layer: F.scaled_dot_product_attention(q_B1Hd, *problem.whole(layer), scale=problem.scale)
+    return lambda layer: F.scaled_dot_product_attention(
+        q_B1Hd, *problem.whole(layer), scale=problem.scale
+    )
 
 
 def flex(problem: Problem) -> Callable[[int], Tensor]:
-    """Compiled where that makes a kernel of it. Of head counts that are no power of two it has no kernel that reads K and V once: there
-    heads are rows of one query matrix.
+    """Compiled where that makes a kernel of it. Of head counts that are no power of two it has no
+    kernel that reads K and V once: there heads are rows of one query matrix.
     """
     from torch.nn.attention.flex_attention import flex_attention
 
     torch.compiler.reset()  # Of so many shapes of one function it would compile no more than eight.
-    attend = torch.compile(flex_attention, dynamic=False) if problem.q_BHd.is_cuda else flex_attention
+    attend = (
+        torch.compile(flex_attention, dynamic=False) if problem.q_BHd.is_cuda else flex_attention
+    )
     grouped = problem.heads & (problem.heads - 1) == 0
     q = problem.q_BHd.unsqueeze(2 if grouped else 1)
     return lambda layer: attend(q, *problem.whole(layer), scale=problem.scale, enable_gqa=grouped)
@@ -133,12 +162,22 @@ def flashinfer(problem: Problem) -> Callable[[int], Tensor]:
     device, dtype = problem.q_BHd.device, problem.q_BHd.dtype
     workspace = torch.empty(2**27, dtype=torch.uint8, device=device)
     wrapper = peer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
-    ends = torch.tensor([0, *(len(row.pages[0]) for row in problem.rows)], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+    ends = torch.tensor(
+        [0, *(len(row.pages[0]) for row in problem.rows)], dtype=torch.int32, device=device
+    ).cumsum(0, dtype=torch.int32)
     order = torch.tensor(problem.pages, dtype=torch.int32, device=device)
-    last = torch.tensor([(context - 1) % PAGE_SIZE + 1 for context in problem.contexts], dtype=torch.int32, device=device)
+    last = torch.tensor(
+        [(context - 1) % PAGE_SIZE + 1 for context in problem.contexts],
+        dtype=torch.int32,
+        device=device,
+    )
     sizes = problem.heads, 1, problem.head_dim, PAGE_SIZE
-    wrapper.plan(ends, order, last, *sizes, q_data_type=dtype, kv_data_type=dtype, sm_scale=problem.scale)
-    return lambda layer: wrapper.run(problem.q_BHd, tuple(x.unsqueeze(2) for x in problem.pool.layer(layer)))
+    wrapper.plan(
+        ends, order, last, *sizes, q_data_type=dtype, kv_data_type=dtype, sm_scale=problem.scale
+    )
+    return lambda layer: wrapper.run(
+        problem.q_BHd, tuple(x.unsqueeze(2) for x in problem.pool.layer(layer))
+    )
 
 
 KERNELS: dict[str, Callable[[Problem], Callable[[int], Tensor]]] = {
@@ -151,7 +190,9 @@ KERNELS: dict[str, Callable[[Problem], Callable[[int], Tensor]]] = {
 
 
 def figures(part: Part, call: Callable[[int], Tensor], num_layers: int) -> Found:
-    """Seconds of a call, and whether from a CUDA graph, which it is where the kernel can be captured."""
+    """Seconds of a call, and whether from a CUDA graph, which it is where the kernel can be
+    captured.
+    """
     graph = False
 
     def layers() -> None:
@@ -168,7 +209,9 @@ def figures(part: Part, call: Callable[[int], Tensor], num_layers: int) -> Found
 
 
 def time_one(part: Part, kernel: str, problem: Problem) -> Found:
-    """The figures of one kernel; of ours with its writing, too, which others do not do. Ours is compared with the reference first."""
+    """The figures of one kernel; of ours with its writing, too, which others do not do. Ours is
+    compared with the reference first.
+    """
     call = KERNELS[kernel](problem)
     sizes = {"bytes": problem.num_bytes, "layers": problem.layers}
     if kernel != "onehead":
@@ -176,12 +219,18 @@ def time_one(part: Part, kernel: str, problem: Problem) -> Found:
     with_write = problem.ours()
     for each in (call, with_write):
         problem.check(each(0))
-    return figures(part, call, problem.layers) | sizes | {"seconds_with_write": figures(part, with_write, problem.layers)["seconds"]}
+    return (
+        figures(part, call, problem.layers)
+        | sizes
+        | {"seconds_with_write": figures(part, with_write, problem.layers)["seconds"]}
+    )
 
 
 @torch.inference_mode()
 def measure(part: Part) -> None:
-    heads, cases, peer_cases = (SMALL_HEADS, SMALL_CASES, SMALL_PEER_CASES) if part.small else (HEADS, CASES, PEER_CASES)
+    heads, cases, peer_cases = (
+        (SMALL_HEADS, SMALL_CASES, SMALL_PEER_CASES) if part.small else (HEADS, CASES, PEER_CASES)
+    )
     for kernel in KERNELS:
         for num_heads, head_dim in heads:
             for batch, context in cases if kernel == "onehead" else peer_cases:
@@ -190,5 +239,7 @@ def measure(part: Part) -> None:
                     part.note(name, {"missing": "no time is left"})
                     continue
                 with part.guarded(name):
-                    problem = Problem(num_heads, head_dim, [context] * batch, part.dtype, part.device)
+                    problem = Problem(
+                        num_heads, head_dim, [context] * batch, part.dtype, part.device
+                    )
                     part.note(name, time_one(part, kernel, problem))

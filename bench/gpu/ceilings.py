@@ -1,4 +1,6 @@
-"""What this machine reaches at most: bytes per second of a copy and of a read, operations per second of a matrix product."""
+"""What this machine reaches at most: bytes per second of a copy and of a read, operations per
+second of a matrix product.
+"""
 
 import torch
 

@@ -1,8 +1,10 @@
-"""What the parts share: their record in the archive, their clock, the checkpoint of random weights, and an engine over it.
+"""What the parts share: their record in the archive, their clock, the checkpoint of random weights,
+and an engine over it.
 
-Invariant: the archive holds every figure a part has found so far, and what went wrong; if the process is killed, no more is lost. Kernels,
-steps and engines need torch, Triton, NumPy, msgspec and safetensors; what else a part needs it imports where it needs it. torch is imported
-where it is needed: the clients of the service's part do without.
+Invariant: the archive holds every figure a part has found so far, and what went wrong; if the
+process is killed, no more is lost. Kernels, steps and engines need torch, Triton, NumPy, msgspec
+and safetensors; what else a part needs it imports where it needs it. torch is imported where it is
+needed: the clients of the service's part do without.
 """
 
 import json
@@ -31,21 +33,35 @@ if TYPE_CHECKING:
     from server.engine.core import EngineCore
 
 FLUSH_BYTES = 2**29
-"""Read before each timed call. Many times an L2, and long enough for the host to have launched what follows."""
+"""Read before each timed call. Many times an L2, and long enough for the host to have launched what
+follows."""
 WARMING_SECONDS = 0.05
 """Of flushes before a timing: a device that was idle raises its clocks only when it works."""
 ROUNDS = 5
 """Rounds of a timing: their median is the figure, their least and most its spread."""
-SPECS = [read_spec(MODELS / name) for name in ("starcoderbase-1b", "starcoder", "falcon-7b", "gemma-2b")]
+SPECS = [
+    read_spec(MODELS / name) for name in ("starcoderbase-1b", "starcoder", "falcon-7b", "gemma-2b")
+]
 HEADS = tuple((spec.num_query_heads, spec.head_dim) for spec in SPECS)
 """Query heads, and columns of each."""
 CASES = ((1, 1024), (1, 8192), (32, 2048), (32, 8192), (32, 32768), (256, 2048), (256, 8192))
 """Of the decode kernel: sequences, and keys of each."""
 VERSIONS = "torch", "triton", "numpy", "transformers", "flashinfer-python"
-NVIDIA_SMI = "nvidia-smi", "--query-gpu=name,driver_version,clocks.sm,clocks.mem,power.limit,temperature.gpu,memory.total", "--format=csv"
+NVIDIA_SMI = (
+    "nvidia-smi",
+    "--query-gpu=name,driver_version,clocks.sm,clocks.mem,power.limit,temperature.gpu,memory.total",
+    "--format=csv",
+)
 SIZES: dict[bool, dict[str, Any]] = {
     False: json.loads((MODELS / "starcoderbase-1b" / "config.json").read_text(encoding="utf-8")),
-    True: {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 128, "vocab_size": 12288, "n_positions": 512},
+    True: {
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_inner": 128,
+        "vocab_size": 12288,
+        "n_positions": 512,
+    },
 }
 """StarCoderBase-1B's, and of the small form."""
 WORKLOADS = {False: (256, 100, 1024), True: (6, 8, 40)}
@@ -94,7 +110,9 @@ class Part:
             self.note(name, {"missing": str(error)})
         except (Exception, SystemExit) as error:
             words = f"{type(error).__name__}: {error}"
-            self.note(name, {"failed": words if len(words) < 500 else f"{words[:200]} ... {words[-300:]}"})
+            self.note(
+                name, {"failed": words if len(words) < 500 else f"{words[:200]} ... {words[-300:]}"}
+            )
 
     @property
     def left(self) -> float:
@@ -128,9 +146,15 @@ def versions(device: str) -> Found:
             found[name] = None
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
-        found |= {"gpu": properties.name, "memory": properties.total_memory, "cuda": torch.version.cuda}
+        found |= {
+            "gpu": properties.name,
+            "memory": properties.total_memory,
+            "cuda": torch.version.cuda,
+        }
         with suppress(OSError, subprocess.SubprocessError):
-            done = subprocess.run(NVIDIA_SMI, check=True, capture_output=True, text=True, timeout=20)
+            done = subprocess.run(
+                NVIDIA_SMI, check=True, capture_output=True, text=True, timeout=20
+            )
             found["nvidia-smi"] = done.stdout.strip().splitlines()
     return found
 
@@ -168,13 +192,22 @@ def warm_up(flush: "torch.Tensor", seconds: float) -> None:
         torch.cuda.synchronize()
 
 
-def timed(call: Callable[[], object], part: Part, warming: float = WARMING_SECONDS, layers: int = 1) -> Found:
-    """Seconds of a call, or of each of its `layers`: the median of ROUNDS rounds, and the spread of these."""
-    rounds = [median_seconds(call, part.device, 1 if part.small else 6, warming) / layers for _ in range(ROUNDS)]
+def timed(
+    call: Callable[[], object], part: Part, warming: float = WARMING_SECONDS, layers: int = 1
+) -> Found:
+    """Seconds of a call, or of each of its `layers`: the median of ROUNDS rounds, and the spread of
+    these.
+    """
+    rounds = [
+        median_seconds(call, part.device, 1 if part.small else 6, warming) / layers
+        for _ in range(ROUNDS)
+    ]
     return {"seconds": statistics.median(rounds), "spread": [min(rounds), max(rounds)]}
 
 
-def median_seconds(call: Callable[[], object], device: str, repeats: int, warming: float = WARMING_SECONDS) -> float:
+def median_seconds(
+    call: Callable[[], object], device: str, repeats: int, warming: float = WARMING_SECONDS
+) -> float:
     """Of a call after a flush of the L2: on a GPU between two events, else by the clock.
 
     The flush reads: lines that it wrote would be written back within the call's time.
@@ -192,7 +225,10 @@ def median_seconds(call: Callable[[], object], device: str, repeats: int, warmin
         return statistics.median(times)
     flush = torch.zeros(FLUSH_BYTES // 4, dtype=torch.float32, device=device)
     warm_up(flush, warming)
-    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    pairs = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        for _ in range(repeats)
+    ]
     for begin, end in pairs:
         flush.sum()
         begin.record()
@@ -207,36 +243,51 @@ LISTED = 24
 
 
 def by_kernel(call: Callable[[], object], count: int) -> Found:
-    """Of `count` calls under a profiler: the device's seconds of one, and of each kernel and copy, the longest first, with their launches.
-    0 without a GPU. A profiler slows the host down for the rest of the process: what is timed comes before.
+    """Of `count` calls under a profiler: the device's seconds of one, and of each kernel and copy,
+    the longest first, with their launches. 0 without a GPU. A profiler slows the host down for the
+    rest of the process: what is timed comes before.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU]) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU]
+    ) as profiler:
         for _ in range(count):
             call()
     events = [event for event in profiler.key_averages() if event.device_type.name == "CUDA"]
     events.sort(key=lambda event: -event.self_device_time_total)
     seconds = sum(float(event.self_device_time_total) for event in events) / 1e6 / count
     kernels: Found = {
-        event.key[:90]: {"seconds": event.self_device_time_total / 1e6 / count, "calls": event.count / count} for event in events[:LISTED]
+        event.key[:90]: {
+            "seconds": event.self_device_time_total / 1e6 / count,
+            "calls": event.count / count,
+        }
+        for event in events[:LISTED]
     }
-    return {"seconds": seconds, "calls": sum(event.count for event in events) / count, "kernels": kernels}
+    return {
+        "seconds": seconds,
+        "calls": sum(event.count for event in events) / count,
+        "kernels": kernels,
+    }
 
 
 # --- the checkpoint and an engine over it
 
 
 def make_checkpoint(part: Part) -> None:
-    """A gpt_bigcode folder of random weights, made on the device: the embedded model's with other sizes. Its shape is noted."""
+    """A gpt_bigcode folder of random weights, made on the device: the embedded model's with other
+    sizes. Its shape is noted.
+    """
     import torch
 
     from model.checkpoint.families import read_spec
     from model.checkpoint.saving import save_decoder
     from model.decoder import meta_decoder
 
-    shutil.copytree(EMBEDDED, part.checkpoint, ignore=shutil.ignore_patterns("*.safetensors", "SHA256SUMS"))
+    shutil.copytree(
+        EMBEDDED, part.checkpoint, ignore=shutil.ignore_patterns("*.safetensors", "SHA256SUMS")
+    )
     config = json.loads((part.checkpoint / "config.json").read_text()) | SIZES[part.small]
     (part.checkpoint / "config.json").write_text(json.dumps(config))
     spec = read_spec(part.checkpoint)
@@ -250,13 +301,25 @@ def make_checkpoint(part: Part) -> None:
             else:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
     save_decoder(part.checkpoint, decoder, part.dtype, config)
-    streamed = sum(parameter.numel() for parameter in decoder.parameters()) - spec.max_positions * spec.hidden_size
-    part.note("shape", asdict(Shape(streamed, spec.num_layers, spec.num_query_heads, spec.head_dim, part.dtype.itemsize)))
+    streamed = (
+        sum(parameter.numel() for parameter in decoder.parameters())
+        - spec.max_positions * spec.hidden_size
+    )
+    part.note(
+        "shape",
+        asdict(
+            Shape(
+                streamed, spec.num_layers, spec.num_query_heads, spec.head_dim, part.dtype.itemsize
+            )
+        ),
+    )
     part.note("workload", WORKLOADS[part.small])
 
 
 def add_tokens(folder: Path, vocab_size: int) -> None:
-    """Gives every token that may be drawn a text. Only a server needs that: without its packages nothing is done."""
+    """Gives every token that may be drawn a text. Only a server needs that: without its packages
+    nothing is done.
+    """
     if find_spec("tokenizers") is None:
         return
     from tokenizers import Tokenizer
@@ -267,8 +330,8 @@ def add_tokens(folder: Path, vocab_size: int) -> None:
 
 
 def engine(part: Part, model: Path, **options: Any) -> "tuple[EngineCore, protocol.Ready]":
-    """An engine in this process, as an engine process loads it. `options`: fields of EngineOptions other than its defaults for this
-    device.
+    """An engine in this process, as an engine process loads it. `options`: fields of EngineOptions
+    other than its defaults for this device.
     """
     from model.options import EngineOptions
     from server import protocol
@@ -276,8 +339,21 @@ def engine(part: Part, model: Path, **options: Any) -> "tuple[EngineCore, protoc
 
     # On a CPU one thread: the small form has nothing to share, and others may be at work.
     on_gpu = part.device == "cuda"
-    sizes = {"max_running": 256, "step_tokens": 4096} if on_gpu else {"max_running": 64, "step_tokens": 512}
-    places = {"device": part.device, "dtype": "auto", "threads": 0 if on_gpu else 1, "page_size": 64, "pages": None, "memory": None}
+    sizes = (
+        {"max_running": 256, "step_tokens": 4096}
+        if on_gpu
+        else {"max_running": 64, "step_tokens": 512}
+    )
+    places = {
+        "device": part.device,
+        "dtype": "auto",
+        "threads": 0 if on_gpu else 1,
+        "page_size": 64,
+        "pages": None,
+        "memory": None,
+    }
     chosen = EngineOptions(**{**places, **sizes, "max_context": 0, **options})
-    start = protocol.Start(protocol.VERSION, str(model), str(model / "tokenizer.json"), chosen, 2.5, "warning", "text")
+    start = protocol.Start(
+        protocol.VERSION, str(model), str(model / "tokenizer.json"), chosen, 2.5, "warning", "text"
+    )
     return load(start, lambda *_: None)

@@ -1,11 +1,14 @@
-"""Trains a model of the embedded one's shape and tokenizer for some minutes on a GPU, and writes a checkpoint folder.
+"""Trains a model of the embedded one's shape and tokenizer for some minutes on a GPU, and writes a
+checkpoint folder.
 
     python -m bench.gpu.embedded_model --data FOLDER --output FOLDER [--minutes 9] [--small]
 
-The corpus is the standard library twice and the *.py files below FOLDER (scripts/embedded_corpus.py makes one); held-out modules of the
-standard library are in neither. `onehead train` is the reproducible way to train. Here the length of the run is time, not steps, and
-everything serves speed: tokens are made by processes once and stay on the device, the loss is compiled, and Muon steps all matrices of one
-shape together. Invariant: after each evaluation --output holds the checkpoint and state.json of that moment.
+The corpus is the standard library twice and the *.py files below FOLDER (scripts/embedded_corpus.py
+makes one); held-out modules of the standard library are in neither. `onehead train` is the
+reproducible way to train. Here the length of the run is time, not steps, and everything serves
+speed: tokens are made by processes once and stay on the device, the loss is compiled, and Muon
+steps all matrices of one shape together. Invariant: after each evaluation --output holds the
+checkpoint and state.json of that moment.
 """
 
 import argparse
@@ -41,7 +44,8 @@ STANDARD_LIBRARY_TIMES = 2
 SHORT, LONG, LONG_SHARE = 1024, 4096, 0.1
 """Tokens of a context, and the share of the time, at the end, in which it is the longer."""
 PEAK_RATE, LEAST_RATE, WARMUP_STEPS, WEIGHT_DECAY = 1.5e-3, 0.02, 200, 0.1
-"""With a peak of 4e-3 the loss rose again after 3,000 steps. The least rate is a share of the peak."""
+"""With a peak of 4e-3 the loss rose again after 3,000 steps. The least rate is a share of the
+peak."""
 EVALUATE_SECONDS = 45.0
 DESCRIPTIONS = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 
@@ -52,7 +56,8 @@ class Sizes:
 
     batch_tokens: int
     variants: int
-    """Orders of the corpus, and choices of what is rearranged for fill-in-the-middle; epochs take them in turn."""
+    """Orders of the corpus, and choices of what is rearranged for fill-in-the-middle; epochs take
+    them in turn."""
     documents: int | None
     compiler: str
 
@@ -68,8 +73,12 @@ def documents(data: Path, most: int | None) -> tuple[list[corpus.Document], list
     standard = corpus.read_documents(None)
     held_out = [document for document in standard if document.held_out]
     texts = {document.text for document in held_out}
-    training = [document for document in standard if not document.held_out][:most] * STANDARD_LIBRARY_TIMES
-    training += [document for document in corpus.read_documents(data) if document.text not in texts][:most]
+    training = [document for document in standard if not document.held_out][
+        :most
+    ] * STANDARD_LIBRARY_TIMES
+    training += [
+        document for document in corpus.read_documents(data) if document.text not in texts
+    ][:most]
     return training, held_out[:most]
 
 
@@ -84,7 +93,9 @@ def write_tokens(data: Path, most: int | None, seed: int, path: Path) -> None:
 
 
 class Tokens:
-    """Batches of rows of T + 1 ids, on the device. Processes write further variants while the first is trained on."""
+    """Batches of rows of T + 1 ids, on the device. Processes write further variants while the first
+    is trained on.
+    """
 
     def __init__(self, data: Path, sizes: Sizes, folder: Path, device: str) -> None:
         self.folder, self.sizes, self.device = folder, sizes, device
@@ -92,7 +103,11 @@ class Tokens:
         self._generator = torch.Generator(device=device).manual_seed(7)
         spawn = multiprocessing.get_context("spawn")
         self._writers = [
-            spawn.Process(target=write_tokens, args=(data, sizes.documents, seed, folder / f"{seed}.npy"), daemon=True)
+            spawn.Process(
+                target=write_tokens,
+                args=(data, sizes.documents, seed, folder / f"{seed}.npy"),
+                daemon=True,
+            )
             for seed in range(sizes.variants)
         ]
         for writer in self._writers:
@@ -112,9 +127,13 @@ class Tokens:
             ready = sorted(self.folder.glob("?.npy"))
             stream = torch.from_numpy(np.load(ready[self.epochs % len(ready)])).to(self.device)
             offset = int(torch.randint(length, (1,), device=self.device, generator=self._generator))
-            order = torch.randperm((len(stream) - offset - 1) // length, device=self.device, generator=self._generator)
+            order = torch.randperm(
+                (len(stream) - offset - 1) // length, device=self.device, generator=self._generator
+            )
             if len(order) < batch:
-                raise RuntimeError(f"the corpus has {len(stream)} tokens, fewer than a batch of {batch} x {length}")
+                raise RuntimeError(
+                    f"the corpus has {len(stream)} tokens, fewer than a batch of {batch} x {length}"
+                )
             within = offset + torch.arange(length + 1, device=self.device)
             self.epochs += 1
             for at in range(0, len(order) - batch + 1, batch):
@@ -126,7 +145,9 @@ class Tokens:
 
 
 def rate_at(done: float, step: int) -> float:
-    """The share of the peak rate: a linear warm-up by steps, and a cosine over the share of the time that has passed."""
+    """The share of the peak rate: a linear warm-up by steps, and a cosine over the share of the
+    time that has passed.
+    """
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
     return min(1.0, (step + 1) / WARMUP_STEPS) * (LEAST_RATE + (1 - LEAST_RATE) * cosine)
 
@@ -156,8 +177,12 @@ class Training:
         self.decoder.to(self.device)
         self.loss = Loss(self.decoder, self.device, tokens.sizes.compiler)
         parameters = dict(self.decoder.named_parameters())
-        matrices = [p for name, p in parameters.items() if p.ndim == 2 and name.startswith("blocks.")]
-        embeddings = [p for name, p in parameters.items() if p.ndim == 2 and not name.startswith("blocks.")]
+        matrices = [
+            p for name, p in parameters.items() if p.ndim == 2 and name.startswith("blocks.")
+        ]
+        embeddings = [
+            p for name, p in parameters.items() if p.ndim == 2 and not name.startswith("blocks.")
+        ]
         groups = [{"params": embeddings, "weight_decay": WEIGHT_DECAY}]
         groups += [{"params": [p for p in parameters.values() if p.ndim == 1], "weight_decay": 0.0}]
         self.muon, self.adam = (
@@ -184,8 +209,11 @@ class Training:
 
     def step(self, rows_BU: Tensor, share: float) -> None:
         count, length = len(rows_BU), rows_BU.shape[1] - 1
-        # Half the rows begin anywhere they fit, so that every position is trained from the first step on.
-        anywhere = torch.randint(self.spec.max_positions - length + 1, (count, 1), device=self.device)
+        # Half the rows begin anywhere they fit, so that every position is trained from the first
+        # step on.
+        anywhere = torch.randint(
+            self.spec.max_positions - length + 1, (count, 1), device=self.device
+        )
         first = torch.where(torch.rand(count, 1, device=self.device) < 0.5, 0, anywhere)
         positions = (first + torch.arange(length, device=self.device)).flatten()
         loss = self.loss(rows_BU[:, :-1].flatten(), rows_BU[:, 1:].flatten(), positions, length)
@@ -196,7 +224,9 @@ class Training:
                 group["lr"] = PEAK_RATE * share
             stepper.step()
             stepper.zero_grad(set_to_none=True)
-        self._pending.append(loss.detach())  # Read at the next evaluation: reading waits for the device.
+        self._pending.append(
+            loss.detach()
+        )  # Read at the next evaluation: reading waits for the device.
         self.state.step += 1
         self.state.tokens += count * length
 
@@ -205,22 +235,46 @@ class Training:
         state, output = self.state, self.options.output
         state.losses += [loss.item() for loss in self._pending]
         self._pending.clear()
-        state.held_out.append((state.step, held_out_loss(self.decoder, self.held_out_rows, self.device)))
-        save_decoder(output, self.decoder, torch.bfloat16, gpt_bigcode.config_from_spec(self.spec) | {"multi_query": True})
+        state.held_out.append(
+            (state.step, held_out_loss(self.decoder, self.held_out_rows, self.device))
+        )
+        save_decoder(
+            output,
+            self.decoder,
+            torch.bfloat16,
+            gpt_bigcode.config_from_spec(self.spec) | {"multi_query": True},
+        )
         for name in DESCRIPTIONS:
             shutil.copyfile(EMBEDDED_MODEL / name, output / name)
-        told: dict[str, Any] = {"step": state.step, "tokens": state.tokens, "losses": state.losses, "held_out": state.held_out}
+        told: dict[str, Any] = {
+            "step": state.step,
+            "tokens": state.tokens,
+            "losses": state.losses,
+            "held_out": state.held_out,
+        }
         (output / "state.json").write_text(json.dumps(told) + "\n", encoding="utf-8")
         loss = sum(state.losses[-20:]) / max(1, len(state.losses[-20:]))
-        print(f"step {state.step}, {state.tokens / 1e6:.0f} M tokens: loss {loss:.3f}, held out {state.held_out[-1][1]:.4f}", flush=True)
+        print(
+            f"step {state.step}, {state.tokens / 1e6:.0f} M tokens: loss {loss:.3f}, held out "
+            f"{state.held_out[-1][1]:.4f}",
+            flush=True,
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench.gpu.embedded_model", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="bench.gpu.embedded_model", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--data", type=Path, required=True, help="folder of *.py files")
     parser.add_argument("--output", type=Path, required=True, help="folder of the checkpoint")
-    parser.add_argument("--minutes", type=float, default=9.0, help="of the whole run (default: %(default)s)")
-    parser.add_argument("--small", action="store_true", help="a few documents, to see that everything runs; also on a CPU")
+    parser.add_argument(
+        "--minutes", type=float, default=9.0, help="of the whole run (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--small",
+        action="store_true",
+        help="a few documents, to see that everything runs; also on a CPU",
+    )
     options = parser.parse_args(argv)
     end = time.monotonic() + 60 * options.minutes
     torch.set_float32_matmul_precision("high")

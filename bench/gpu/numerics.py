@@ -1,7 +1,8 @@
-"""Numerical checks on the embedded model and one kernel: logits and greedy tokens against the CPU's reference, and each request alone
-against the same request in a batch.
+"""Numerical checks on the embedded model and one kernel: logits and greedy tokens against the CPU's
+reference, and each request alone against the same request in a batch.
 
-The reference is the decoder over the backend `reference` in float32 on the CPU, the whole text at once: nothing is kept between tokens.
+The reference is the decoder over the backend `reference` in float32 on the CPU, the whole text at
+once: nothing is kept between tokens.
 
 Shape letters: T tokens, V vocabulary.
 """
@@ -41,19 +42,38 @@ class Model:
         spec, place = read_spec(EMBEDDED), find_device(device)
         self.upload, heads = place.upload, spec.num_query_heads
         # On a GPU with the products and norms that it serves by, but for the reference.
-        products = place.products(place.dtypes("auto"), "none", False) if device == "cuda" and backend != "reference" else Products()
+        products = (
+            place.products(place.dtypes("auto"), "none", False)
+            if device == "cuda" and backend != "reference"
+            else Products()
+        )
         self.decoder = load_decoder(EMBEDDED, spec, dtype, torch.device(device), products)
         layout = CacheLayout.of(spec.num_layers, spec.windows, PAGE_SIZE)
-        self.pool = KVPool.allocate(layout, POSITIONS // PAGE_SIZE, spec.key_dim, spec.value_dim, dtype, torch.device(device))
-        self.backend = create_backend(backend or backend_name(self.pool, heads), self.pool, spec.attention_scale, heads)
+        self.pool = KVPool.allocate(
+            layout,
+            POSITIONS // PAGE_SIZE,
+            spec.key_dim,
+            spec.value_dim,
+            dtype,
+            torch.device(device),
+        )
+        self.backend = create_backend(
+            backend or backend_name(self.pool, heads), self.pool, spec.attention_scale, heads
+        )
 
     @torch.inference_mode()
     def logits(self, ids: list[int], last: int | None = None) -> Tensor:
         """Of every token, or of the last so many."""
         row = Row(0, ids, 0, [array("q", range(pages_for(len(ids), PAGE_SIZE)))], None)
         batch = build_batch(StepPlan((row,)), self.pool.layout, self.upload)
-        x_TD = self.decoder(batch.token_ids_T, batch.position_ids_T, partial(self.backend.run, self.backend.plan(batch)))
-        logits_TV: Tensor = self.decoder.logits(x_TD if last is None else x_TD[-last:]).float().cpu()
+        x_TD = self.decoder(
+            batch.token_ids_T,
+            batch.position_ids_T,
+            partial(self.backend.run, self.backend.plan(batch)),
+        )
+        logits_TV: Tensor = (
+            self.decoder.logits(x_TD if last is None else x_TD[-last:]).float().cpu()
+        )
         return logits_TV
 
 
@@ -63,7 +83,9 @@ def prompt(length: int) -> list[int]:
 
 
 def logits(part: Part, reference: Model) -> None:
-    """Largest distance of a logit from the reference's: in float32, in bfloat16, and of the reference itself in bfloat16."""
+    """Largest distance of a logit from the reference's: in float32, in bfloat16, and of the
+    reference itself in bfloat16.
+    """
     ids = prompt(24 if part.small else 256)
     expected_TV = reference.logits(ids)
     distances = {}
@@ -72,12 +94,16 @@ def logits(part: Part, reference: Model) -> None:
         ("bfloat16", torch.bfloat16, part.device, None),
         ("reference_bfloat16", torch.bfloat16, "cpu", "reference"),
     ):
-        distances[name] = float((Model(dtype, device, backend).logits(ids) - expected_TV).abs().max())
+        distances[name] = float(
+            (Model(dtype, device, backend).logits(ids) - expected_TV).abs().max()
+        )
     part.note("logits", distances | {"tokens": len(ids), "largest": float(expected_TV.abs().max())})
 
 
 def greedy(part: Part, reference: Model) -> None:
-    """The engine's tokens in float32, and where the reference first prefers another, by how much."""
+    """The engine's tokens in float32, and where the reference first prefers another, by how
+    much.
+    """
     count = 12 if part.small else 200
     ids = prompt(16)
     core, _ = engine(part, EMBEDDED, dtype="float32", pages=64)
@@ -101,20 +127,28 @@ def kernel_alone(part: Part) -> None:
         with part.guarded(f"kernel/{num_heads}x{head_dim}"):
             problem = Problem(num_heads, head_dim, contexts, part.dtype, part.device)
             together = problem.ours()(0)
-            differ = sum(not torch.equal(problem.ours([i])(0)[0], together[i]) for i in range(len(contexts)))
+            differ = sum(
+                not torch.equal(problem.ours([i])(0)[0], together[i]) for i in range(len(contexts))
+            )
             part.note(f"kernel/{num_heads}x{head_dim}", {"rows": len(contexts), "differ": differ})
 
 
 def engine_alone(part: Part) -> None:
-    """Requests whose tokens or log-probabilities differ in a bit between a batch of one and a larger one."""
+    """Requests whose tokens or log-probabilities differ in a bit between a batch of one and a
+    larger one.
+    """
     try:
         core, ready = engine(part, EMBEDDED, pages=512, deterministic=True)
     except OptionError as error:
         if part.device == "cuda":
             raise
-        return part.note("engine", {"refused": str(error)})  # A tree that is only unpacked has no kernels for a CPU.
+        return part.note(
+            "engine", {"refused": str(error)}
+        )  # A tree that is only unpacked has no kernels for a CPU.
     passes = Engine(core.runner, ready.max_context)  # type: ignore[arg-type]
-    cases = make_cases(4 if part.small else 32, ready.vocab_size, 100 if part.small else ready.capacity, 0)
+    cases = make_cases(
+        4 if part.small else 32, ready.vocab_size, 100 if part.small else ready.capacity, 0
+    )
     (expected,) = alone(passes, cases, lambda _: None)
     (company,) = batches(passes, cases, lambda _: None, COMPANY)
     part.note("engine", compare(expected.traces, company, cases) | {"kernels": ready.kernels})

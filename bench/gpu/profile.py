@@ -1,4 +1,5 @@
-"""Where a decode step's time goes: the device's seconds of a step, the host's of launching it, and the device's by kernel.
+"""Where a decode step's time goes: the device's seconds of a step, the host's of launching it, and
+the device's by kernel.
 
 A replayed CUDA graph holds everything up to the logits; a step adds drawing. It judges nothing.
 """
@@ -24,7 +25,9 @@ LAUNCHES, PROFILED = 20, 5
 
 
 def figures(part: Part, runner: Any, plan: StepPlan) -> Found:
-    """The graph's replay and a step, by the device's clock; and seconds of the host until the step is launched."""
+    """The graph's replay and a step, by the device's clock; and seconds of the host until the step
+    is launched.
+    """
     found: Found = {}
     with torch.inference_mode():
         graph = runner._graphs.find(plan.decode) if runner._graphs is not None else None
@@ -43,19 +46,29 @@ def figures(part: Part, runner: Any, plan: StepPlan) -> Found:
 def measure(part: Part) -> None:
     cases = SMALL_CASES if part.small else CASES
     pages = max(batch * pages_for(context, PAGE_SIZE) for batch, context in cases)
-    core, ready = engine(part, part.checkpoint, max_running=max(batch for batch, _ in cases), page_size=PAGE_SIZE, pages=pages)
+    core, ready = engine(
+        part,
+        part.checkpoint,
+        max_running=max(batch for batch, _ in cases),
+        page_size=PAGE_SIZE,
+        pages=pages,
+    )
     part.note("kernels", ready.kernels)
     runner: Any = core.runner
     for batch, context in cases:
         for temperature in TEMPERATURES:
             name = f"{batch}x{context}/temperature {temperature:g}"
             with part.guarded(name):
-                plan = decode_plan(runner, [context] * batch, Sample(Sampling(temperature=temperature), [1], [2]))
+                plan = decode_plan(
+                    runner, [context] * batch, Sample(Sampling(temperature=temperature), [1], [2])
+                )
                 part.note(name, figures(part, runner, plan))
     for batch, context in cases:  # After all that is timed: a profiler slows the host down.
         for temperature in TEMPERATURES:
             name = f"{batch}x{context}/temperature {temperature:g}, by kernel"
             with part.guarded(name):
-                plan = decode_plan(runner, [context] * batch, Sample(Sampling(temperature=temperature), [1], [2]))
+                plan = decode_plan(
+                    runner, [context] * batch, Sample(Sampling(temperature=temperature), [1], [2])
+                )
                 runner.run(plan)
                 part.note(name, by_kernel(partial(runner.run, plan), PROFILED))

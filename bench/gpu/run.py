@@ -1,13 +1,16 @@
-"""Everything that is measured on a GPU, in one run of ten minutes: figures, requirements met or missed, one archive.
+"""Everything that is measured on a GPU, in one run of ten minutes: figures, requirements met or
+missed, one archive.
 
-    python -m bench.gpu [right|fast|all] --output DIR [--only PART,...] [--minutes 9.5] [--device cuda] [--small]
+    python -m bench.gpu [right|fast|all] --output DIR [--only PART,...] [--minutes 9.5] [--device
+    cuda] [--small]
 
-right  does it compute the right numbers, and where does the time of a step go: for the first visit to a host
-fast   throughput, latencies, attention, other configurations
-all    the parts of both, and peers; the default
+right  does it compute the right numbers, and where does the time of a step go: for the first visit
+to a host fast   throughput, latencies, attention, other configurations all    the parts of both,
+and peers; the default
 
 imports    torch and Triton are imported, which takes a minute on a cold machine
-ceilings   bytes per second of a copy and of a read, operations per second of a matrix product; at both ends of a run
+ceilings   bytes per second of a copy and of a read,
+operations per second of a matrix product; at both ends of a run
 check      kernels and CUDA graphs beside the reference, on ragged batches of every published shape
 numerics   logits and greedy tokens beside the CPU's reference; whether they are batch-invariant
 profile    a decode step's seconds on the device by kernel, and on the host
@@ -18,12 +21,13 @@ attention  the decode kernel at four models' heads, beside SDPA, FlashInfer (whe
 sweep      other configurations of the attention kernel
 peers      transformers on that workload: generate with a static cache, continuous batching
 
-Each part is a process with a share of the time. What it finds is in DIR/gpu.zip at once: gpu.json with every figure, the log of each part,
-and at the end report.txt and gpu.png. A run that is killed keeps what it has found. A part that fails or is out of time is written down as
-such, and the others run. Shares and floors need `ceilings`, ratios `serve`. Kernels need torch, Triton, NumPy, msgspec and safetensors;
-a part whose packages are missing says so.
-`--device cpu --small` runs every line on tiny shapes without a GPU, where speeds are not judged. Exit status 1 where a bar is missed.
-"""
+Each part is a process with a share of the time. What it finds is in DIR/gpu.zip at once: gpu.json
+with every figure, the log of each part, and at the end report.txt and gpu.png. A run that is killed
+keeps what it has found. A part that fails or is out of time is written down as such, and the others
+run. Shares and floors need `ceilings`, ratios `serve`. Kernels need torch, Triton, NumPy, msgspec
+and safetensors; a part whose packages are missing says so. `--device cpu --small` runs every line
+on tiny shapes without a GPU, where speeds are not judged. Exit status 1 where a bar is missed.
+"""  # noqa: E501
 
 import argparse
 import os
@@ -63,11 +67,15 @@ SHARES = {
     "peers": 0.18,
     "ceilings_after": 0.04,
 }
-"""Share of the time of each part, in the order in which parts run; what one leaves over goes to those after it. What is wrong is found
-before anything is timed.
+"""Share of the time of each part, in the order in which parts run; what one leaves over goes to
+those after it. What is wrong is found before anything is timed.
 """
 MEASURED = ("check", "numerics", "profile", "step", "serve", "attention", "sweep", "peers")
-PRESETS = {"right": ("check", "profile", "step"), "fast": ("numerics", "serve", "attention", "sweep"), "all": MEASURED}
+PRESETS = {
+    "right": ("check", "profile", "step"),
+    "fast": ("numerics", "serve", "attention", "sweep"),
+    "all": MEASURED,
+}
 PARTS = ("ceilings", *MEASURED)
 """What --only may name."""
 ON_CHECKPOINT = {"step", "serve", "peers", "profile"}
@@ -102,25 +110,57 @@ def run_part(part: Part) -> None:
 def child(options: argparse.Namespace, name: str, scratch: Path, seconds: float) -> Found:
     """One part to its end, or to its time's; what it found, with what became of it."""
     archive, log = options.output / ARCHIVE, scratch / f"{name}.log"
-    command = [sys.executable, "-m", "bench.gpu", "--output", str(options.output), "--device", options.device, "--scratch", str(scratch)]
-    command += ["--part", name, "--seconds", str(seconds), "--parent", str(os.getpid()), *(["--small"] if options.small else [])]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.gpu",
+        "--output",
+        str(options.output),
+        "--device",
+        options.device,
+        "--scratch",
+        str(scratch),
+    ]
+    command += [
+        "--part",
+        name,
+        "--seconds",
+        str(seconds),
+        "--parent",
+        str(os.getpid()),
+        *(["--small"] if options.small else []),
+    ]
     # The tree itself, also for the processes that a part starts: it need not be installed.
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = engine_environment() | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": paths}
+    environment = engine_environment() | {
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": paths,
+    }
     if options.device == "cpu" and name in INTERPRETED and find_spec("triton") is not None:
         environment["TRITON_INTERPRET"] = "1"
     began, failed = time.monotonic(), None
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env=environment, start_new_session=True
+        )
         try:
             status = process.wait(timeout=seconds)
             if status:
-                failed = f"status {status}: {(log.read_text(errors='replace').strip().splitlines() or ['no word'])[-1]}"
+                failed = (
+                    f"status {status}: "
+                    f"{(log.read_text(errors='replace').strip().splitlines() or ['no word'])[-1]}"
+                )
         except subprocess.TimeoutExpired:
             failed = f"not done after {seconds:.0f} s"
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, 9)  # With its server and clients: those of a part that has crashed would keep the GPU.
+                os.killpg(
+                    process.pid,
+                    9,
+                    # With its server and clients: those of a part that has crashed would keep the
+                    # GPU.
+                )
             process.wait()
     written = Archive(archive)
     found: Found = written.record.setdefault("parts", {}).get(name, {})
@@ -133,7 +173,11 @@ def child(options: argparse.Namespace, name: str, scratch: Path, seconds: float)
 def wanted_parts(options: argparse.Namespace) -> list[str]:
     """The parts to run, in their order: those asked for, and those that these need."""
     asked = set(options.only)
-    needed = {"imports"} | ({"checkpoint"} if ON_CHECKPOINT & asked else set()) | ({"ceilings_after"} if "ceilings" in asked else set())
+    needed = (
+        {"imports"}
+        | ({"checkpoint"} if ON_CHECKPOINT & asked else set())
+        | ({"ceilings_after"} if "ceilings" in asked else set())
+    )
     return [name for name in SHARES if name in asked | needed]
 
 
@@ -145,7 +189,12 @@ def run_all(options: argparse.Namespace) -> int:
     path = options.output / ARCHIVE
     path.unlink(missing_ok=True)
     archive = Archive(path)
-    settings = {"only": options.only, "minutes": options.minutes, "device": options.device, "small": options.small}
+    settings = {
+        "only": options.only,
+        "minutes": options.minutes,
+        "device": options.device,
+        "small": options.small,
+    }
     archive.record |= circumstances({}) | {"settings": settings, "parts": {}}
     archive.write()
     with tempfile.TemporaryDirectory() as scratch:
@@ -155,7 +204,10 @@ def run_all(options: argparse.Namespace) -> int:
             print(f"== {name}, at most {seconds:.0f} s", flush=True)
             found[name] = child(options, name, Path(scratch), seconds)
             failed = found[name].get("failed")
-            print(f"   {found[name]['took']:.1f} s{f', FAILED: {failed}' if failed else ''}", flush=True)
+            print(
+                f"   {found[name]['took']:.1f} s{f', FAILED: {failed}' if failed else ''}",
+                flush=True,
+            )
             if failed and name == "imports":
                 print(f"Nothing can be measured here; the log is in {path}", file=sys.stderr)
                 return 1
@@ -163,7 +215,9 @@ def run_all(options: argparse.Namespace) -> int:
 
 
 def conclude(path: Path, found: Found, wanted: list[str], judged: bool) -> int:
-    """Prints the report and adds it to the archive with a picture. The exit status: 0 where every bar holds."""
+    """Prints the report and adds it to the archive with a picture. The exit status: 0 where every
+    bar holds.
+    """
     archive, members, report = Archive(path), dict[str, bytes](), ""
     checks = bars(found, wanted, judged)
     archive.record |= {"server": machine(found), "checks": [asdict(check) for check in checks]}
@@ -196,17 +250,36 @@ def spared(what: str) -> Iterator[None]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("preset", nargs="?", choices=tuple(PRESETS), default="all", help="which parts (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "preset",
+        nargs="?",
+        choices=tuple(PRESETS),
+        default="all",
+        help="which parts (default: %(default)s)",
+    )
     parser.add_argument("--output", type=Path, required=True, help="folder of gpu.zip")
     parser.add_argument("--only", help="parts instead of the preset's, separated by commas")
-    parser.add_argument("--minutes", type=float, default=9.5, help="of all parts together (default: %(default)s)")
+    parser.add_argument(
+        "--minutes", type=float, default=9.5, help="of all parts together (default: %(default)s)"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--small", action="store_true", help="tiny shapes, to see that everything runs")
-    for hidden, kind in (("--part", str), ("--scratch", Path), ("--seconds", float), ("--parent", int)):
+    parser.add_argument(
+        "--small", action="store_true", help="tiny shapes, to see that everything runs"
+    )
+    for hidden, kind in (
+        ("--part", str),
+        ("--scratch", Path),
+        ("--seconds", float),
+        ("--parent", int),
+    ):
         parser.add_argument(hidden, type=kind, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.only = options.only.split(",") if options.only else ["ceilings", *PRESETS[options.preset]]
+    options.only = (
+        options.only.split(",") if options.only else ["ceilings", *PRESETS[options.preset]]
+    )
     if unknown := set(options.only) - set(PARTS):
         parser.error(f"--only: no {min(unknown)!r}; there are: {', '.join(PARTS)}")
     if options.device == "cpu" and not options.small:
@@ -220,5 +293,14 @@ def main() -> int:
     if options.part is None:
         return run_all(options)
     end_with_parent(options.parent)  # Nothing is left on the GPU by a run that is killed.
-    run_part(Part(options.output / ARCHIVE, options.part, options.device, options.small, options.scratch, options.seconds))
+    run_part(
+        Part(
+            options.output / ARCHIVE,
+            options.part,
+            options.device,
+            options.small,
+            options.scratch,
+            options.seconds,
+        )
+    )
     return 0

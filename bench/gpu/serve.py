@@ -1,10 +1,12 @@
-"""The workload of nano-vllm's bench, whole: on an engine in this process, and over HTTP from a real server with real clients.
+"""The workload of nano-vllm's bench, whole: on an engine in this process, and over HTTP from a real
+server with real clients.
 
-The first round includes compilation; the figure is the median of those after it, with their spread. For steps with all sequences it
-measures the host's work (all but waiting for the device), its parts, and whether the device still had work when the next step was launched;
-and at the very end, because a profiler slows down what it measures, the GPU's work by kernel. Clients are processes of their own, so that
-reading events is not measured. torch is imported in functions, so that client processes do not load it, and what serves HTTP where it is
-served: an engine needs none of it.
+The first round includes compilation; the figure is the median of those after it, with their spread.
+For steps with all sequences it measures the host's work (all but waiting for the device), its
+parts, and whether the device still had work when the next step was launched; and at the very end,
+because a profiler slows down what it measures, the GPU's work by kernel. Clients are processes of
+their own, so that reading events is not measured. torch is imported in functions, so that client
+processes do not load it, and what serves HTTP where it is served: an engine needs none of it.
 """
 
 import asyncio
@@ -59,11 +61,17 @@ def flags(part: Part) -> list[str]:
 def summary(rounds: list[Found]) -> Found:
     """Every round, and of those after the first the median of tokens per second and its spread."""
     rates = [each["output_tokens_per_second"] for each in rounds[1:] or rounds]
-    return {"output_tokens_per_second": statistics.median(rates), "spread": [min(rates), max(rates)], "rounds": rounds}
+    return {
+        "output_tokens_per_second": statistics.median(rates),
+        "spread": [min(rates), max(rates)],
+        "rounds": rounds,
+    }
 
 
 def prompts_of(part: Part, round: int) -> list[list[int]]:
-    """Prompts of the workload's lengths that no round before had: nothing is to be found in the cache."""
+    """Prompts of the workload's lengths that no round before had: nothing is to be found in the
+    cache.
+    """
     rng = random.Random(round)
     return [[rng.randint(0, 10_000) for _ in prompt] for prompt in part.workload.prompts]
 
@@ -87,12 +95,17 @@ def told(outcomes: list[Outcome], workload: Workload) -> Found:
     """Figures of a round. Raises RuntimeError where a request failed or came out short."""
     for outcome, length in zip(outcomes, workload.outputs, strict=True):
         if outcome.failure or len(outcome.token_times) != length:
-            raise RuntimeError(f"a request failed: {outcome.failure or f'{len(outcome.token_times)} of {length} tokens came'}")
+            raise RuntimeError(
+                "a request failed: "
+                f"{outcome.failure or f'{len(outcome.token_times)} of {length} tokens came'}"
+            )
     return figures(outcomes) | {"output_tokens": workload.num_tokens}
 
 
 def on_engine(part: Part) -> "Worker":
-    """Runs the workload, then fills the engine with all sequences. Returns it in a Worker whose output goes to /dev/null."""
+    """Runs the workload, then fills the engine with all sequences. Returns it in a Worker whose
+    output goes to /dev/null.
+    """
     from server.engine.worker import Worker
 
     core, ready = engine(part, part.checkpoint, **options(part))
@@ -103,10 +116,15 @@ def on_engine(part: Part) -> "Worker":
         asked = prompts_of(part, round)
         outcomes, steps = Lengths(core, part.workload).run(len(asked), asked)
         if core.scheduler.num_hit_tokens:
-            raise RuntimeError(f"{core.scheduler.num_hit_tokens} tokens of prompts were not computed, but found in the cache")
+            raise RuntimeError(
+                f"{core.scheduler.num_hit_tokens} tokens of prompts were not computed, but found "
+                "in the cache"
+            )
         rounds.append(told(outcomes, part.workload) | {"step": steps.figures()})
         part.note("engine", summary(rounds))
-    worker = Worker(Connection(os.open(os.devnull, os.O_WRONLY), readable=False), core, cast(Any, None))
+    worker = Worker(
+        Connection(os.open(os.devnull, os.O_WRONLY), readable=False), core, cast(Any, None)
+    )
     with part.guarded("host"):
         fill(part, core)
         part.note("host", steady(part, worker))
@@ -135,10 +153,19 @@ def fill(part: Part, core: "EngineCore") -> None:
     """All sequences, up to where each of the next steps gives each of them one token."""
     from model.step import Sampling
 
-    scheduler, prompt_tokens, sampling = core.scheduler, 16 if part.small else 512, Sampling(temperature=part.workload.temperature)
+    scheduler, prompt_tokens, sampling = (
+        core.scheduler,
+        16 if part.small else 512,
+        Sampling(temperature=part.workload.temperature),
+    )
     for number, prompt in enumerate(part.workload.prompts):
-        scheduler.submit(10**6 + number, (prompt * 6)[:prompt_tokens], sum(many_and_few(part)) + 64, sampling)
-    while any(sequence.num_uncomputed > 1 for sequence in (*scheduler.running.values(), *scheduler.waiting.values())):
+        scheduler.submit(
+            10**6 + number, (prompt * 6)[:prompt_tokens], sum(many_and_few(part)) + 64, sampling
+        )
+    while any(
+        sequence.num_uncomputed > 1
+        for sequence in (*scheduler.running.values(), *scheduler.waiting.values())
+    ):
         core.step()
 
 
@@ -160,8 +187,12 @@ def waiting(seconds: list[float]) -> Iterator[None]:
         CudaEvent.wait = wait  # type: ignore[method-assign]
 
 
-def overlapping(launch: "Callable[[StepPlan], PendingStep]", pending: list[bool]) -> "Callable[[StepPlan], PendingStep]":
-    """The same, which appends whether the device was still at the step before when a step had been launched."""
+def overlapping(
+    launch: "Callable[[StepPlan], PendingStep]", pending: list[bool]
+) -> "Callable[[StepPlan], PendingStep]":
+    """The same, which appends whether the device was still at the step before when a step had been
+    launched.
+    """
     before: Any = None
 
     def watched(plan: "StepPlan") -> "PendingStep":
@@ -176,12 +207,15 @@ def overlapping(launch: "Callable[[StepPlan], PendingStep]", pending: list[bool]
 
 
 def steady(part: Part, worker: "Worker") -> Found:
-    """Medians of steps that give every sequence one token: of the host's work, of its parts and of the whole step. The host's work is the
-    step less the waits for the device; where the runner is not asynchronous, less `launch`, which computes the step.
+    """Medians of steps that give every sequence one token: of the host's work, of its parts and of
+    the whole step. The host's work is the step less the waits for the device; where the runner is
+    not asynchronous, less `launch`, which computes the step.
     """
     core, runner, pending = worker.core, cast(Any, worker.core.runner), list[bool]()
     is_asynchronous = runner._stream is not None
-    parts: dict[str, list[float]] = {name: [] for name in ("plan", "launch", "commit", "send", "wait")}
+    parts: dict[str, list[float]] = {
+        name: [] for name in ("plan", "launch", "commit", "send", "wait")
+    }
     if is_asynchronous:
         runner.launch = overlapping(runner.launch, pending)
     for owner, name, part_name in (
@@ -202,19 +236,31 @@ def steady(part: Part, worker: "Worker") -> Found:
                 seconds.clear()
             host.append(whole[-1] - sums["wait" if is_asynchronous else "launch"][-1])
     medians = {name: statistics.median(each) for name, each in sums.items()}
-    found = {"sequences": len(core.scheduler.running), "host": statistics.median(host), "step": statistics.median(whole), "parts": medians}
+    found = {
+        "sequences": len(core.scheduler.running),
+        "host": statistics.median(host),
+        "step": statistics.median(whole),
+        "parts": medians,
+    }
     return found | ({"overlapped": sum(pending) / len(pending)} if pending else {})
 
 
 # --- over HTTP
 
 
-def send(port: int, lengths: list[tuple[int, int]], temperature: float, seed: str, start: float) -> list[Outcome]:
-    """A client process: all its requests, by tokens of prompt and output, at the time `start` of the machine's clock."""
+def send(
+    port: int, lengths: list[tuple[int, int]], temperature: float, seed: str, start: float
+) -> list[Outcome]:
+    """A client process: all its requests, by tokens of prompt and output, at the time `start` of
+    the machine's clock.
+    """
     from commands.bench.bench import Ask
 
     endpoint, rng = Endpoint.parse(f"http://127.0.0.1:{port}"), random.Random(seed)
-    asks, outcomes = [Ask(*each, temperature=temperature) for each in lengths], [Outcome(0.0) for _ in lengths]
+    asks, outcomes = (
+        [Ask(*each, temperature=temperature) for each in lengths],
+        [Outcome(0.0) for _ in lengths],
+    )
     requests = [endpoint.request("POST", "/generate", ask.body(rng)) for ask in asks]
 
     def clock() -> float:
@@ -222,7 +268,12 @@ def send(port: int, lengths: list[tuple[int, int]], temperature: float, seed: st
 
     async def all_at_once() -> None:
         await asyncio.sleep(-clock())
-        await asyncio.gather(*(generate(endpoint, r, TIMEOUT, o, clock) for r, o in zip(requests, outcomes, strict=True)))
+        await asyncio.gather(
+            *(
+                generate(endpoint, r, TIMEOUT, o, clock)
+                for r, o in zip(requests, outcomes, strict=True)
+            )
+        )
 
     asyncio.run(all_at_once())
     for ask, outcome in zip(asks, outcomes, strict=True):
@@ -246,7 +297,19 @@ def over_http(part: Part) -> None:
                 for client in range(clients):
                     share = range(client, count, clients)
                     lengths = [(len(workload.prompts[i]), workload.outputs[i]) for i in share]
-                    sent.append((share, pool.submit(send, server.port, lengths, workload.temperature, f"{round} {client}", start)))
+                    sent.append(
+                        (
+                            share,
+                            pool.submit(
+                                send,
+                                server.port,
+                                lengths,
+                                workload.temperature,
+                                f"{round} {client}",
+                                start,
+                            ),
+                        )
+                    )
                 for share, future in sent:
                     for number, outcome in zip(share, future.result(), strict=True):
                         outcomes[number] = outcome

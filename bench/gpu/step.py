@@ -1,5 +1,5 @@
-"""A decode step of the whole model through the runner, by batch and context; and whether a launch waits for the device, by what requests
-ask for. It knows no floors: those are the report's.
+"""A decode step of the whole model through the runner, by batch and context; and whether a launch
+waits for the device, by what requests ask for. It knows no floors: those are the report's.
 """
 
 import statistics
@@ -26,12 +26,17 @@ def plan_of(context: int, samples: Sequence[Sample]) -> StepPlan:
     """Every row computes its last token and draws."""
     pages = pages_for(context, PAGE_SIZE)
     return StepPlan(
-        tuple(Row(i, [1], context - 1, [array("q", range(i * pages, (i + 1) * pages))], sample) for i, sample in enumerate(samples))
+        tuple(
+            Row(i, [1], context - 1, [array("q", range(i * pages, (i + 1) * pages))], sample)
+            for i, sample in enumerate(samples)
+        )
     )
 
 
 def kinds(vocab_size: int) -> dict[str, list[Sample]]:
-    """Rows of a step for everything that a request can ask of a draw, and of one step for all of it."""
+    """Rows of a step for everything that a request can ask of a draw, and of one step for all of
+    it.
+    """
 
     def asking(sampling: Sampling, **more: Any) -> Sample:
         return Sample(sampling, [1], [2, 3], **more)
@@ -43,7 +48,9 @@ def kinds(vocab_size: int) -> dict[str, list[Sample]]:
         "top_k": asking(Sampling(top_k=50)),
         "min_p": asking(Sampling(min_p=0.05)),
         "typical_p": asking(Sampling(typical_p=0.9)),
-        "penalties": asking(Sampling(repetition_penalty=1.2, frequency_penalty=0.5, presence_penalty=0.5)),
+        "penalties": asking(
+            Sampling(repetition_penalty=1.2, frequency_penalty=0.5, presence_penalty=0.5)
+        ),
         "logit_bias": asking(Sampling(logit_bias={5: 1.0})),
         "allowed_token_ids": asking(Sampling(allowed_tokens=bitmap([4, 5, 6]))),
         "bad_words": asking(Sampling(bad_words=[[3, 7], [8]])),
@@ -51,7 +58,9 @@ def kinds(vocab_size: int) -> dict[str, list[Sample]]:
         "num_top": asking(Sampling(), num_top=5),
         "mask": asking(Sampling(), mask=b"\xff" * -(-vocab_size // 8)),
     }
-    return {kind: [sample] for kind, sample in one_by_one.items()} | {"together": list(one_by_one.values())}
+    return {kind: [sample] for kind, sample in one_by_one.items()} | {
+        "together": list(one_by_one.values())
+    }
 
 
 def waiting(runner: Any, plan: StepPlan) -> str | None:
@@ -66,8 +75,11 @@ def waiting(runner: Any, plan: StepPlan) -> str | None:
         return f"{error}"[:200]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    # begin_draw turns a synchronisation error into the SampleError of a row, so the results are searched for one too.
-    return next((drawn.reason for drawn in flight.result().drawn if isinstance(drawn, SampleError)), None)
+    # begin_draw turns a synchronisation error into the SampleError of a row, so the results are
+    # searched for one too.
+    return next(
+        (drawn.reason for drawn in flight.result().drawn if isinstance(drawn, SampleError)), None
+    )
 
 
 def waits(part: Part, runner: Any, vocab_size: int) -> Found:
@@ -77,7 +89,11 @@ def waits(part: Part, runner: Any, vocab_size: int) -> Found:
     found: dict[str, str | None] = {}
     for kind, samples in kinds(vocab_size).items():
         found[kind] = waiting(runner, plan_of(PAGE_SIZE, samples))
-    return {"asked": True, "kinds": list(found), "waiting": {kind: why for kind, why in found.items() if why is not None}}
+    return {
+        "asked": True,
+        "kinds": list(found),
+        "waiting": {kind: why for kind, why in found.items() if why is not None},
+    }
 
 
 def median_of(runner: Any, plan: StepPlan, count: int) -> float:
@@ -103,7 +119,9 @@ def measure(part: Part) -> None:
 
 
 def time_mixed(part: Part, runner: Any) -> None:
-    """Notes the seconds of a step of single tokens and a short prompt: replayed, and launched kernel by kernel."""
+    """Notes the seconds of a step of single tokens and a short prompt: replayed, and launched
+    kernel by kernel.
+    """
     batch, context, count = SMALL_MIXED if part.small else MIXED
     single = plan_of(context, [GREEDY] * batch).listed
     prompt = Row(batch, [1] * count, 0, [array("q", range(pages_for(count, PAGE_SIZE)))], GREEDY)
@@ -113,15 +131,33 @@ def time_mixed(part: Part, runner: Any) -> None:
         with part.guarded(name):
             kept, runner._graphs = runner._graphs, graphs
             try:
-                first, *rounds = [median_of(runner, plan, 1 if part.small else 5) for _ in range(1 + ROUNDS)]
+                first, *rounds = [
+                    median_of(runner, plan, 1 if part.small else 5) for _ in range(1 + ROUNDS)
+                ]
             finally:
                 runner._graphs = kept
-            part.note(name, {"seconds": statistics.median(rounds), "spread": [min(rounds), max(rounds)], "first": first})
+            part.note(
+                name,
+                {
+                    "seconds": statistics.median(rounds),
+                    "spread": [min(rounds), max(rounds)],
+                    "first": first,
+                },
+            )
 
 
 def time_step(part: Part, runner: Any, batch: int, context: int, name: str) -> None:
     """Notes the seconds of a step of so many sequences."""
     with part.guarded(name):
         plan = plan_of(context, [GREEDY] * batch)
-        first, *rounds = [median_of(runner, plan, 1 if part.small else 5) for _ in range(1 + ROUNDS)]
-        part.note(name, {"seconds": statistics.median(rounds), "spread": [min(rounds), max(rounds)], "first": first})
+        first, *rounds = [
+            median_of(runner, plan, 1 if part.small else 5) for _ in range(1 + ROUNDS)
+        ]
+        part.note(
+            name,
+            {
+                "seconds": statistics.median(rounds),
+                "spread": [min(rounds), max(rounds)],
+                "first": first,
+            },
+        )

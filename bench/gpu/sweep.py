@@ -1,7 +1,8 @@
-"""Other configurations of the attention kernel beside the one that serves: seconds of a decode step and of a prefill chunk.
+"""Other configurations of the attention kernel beside the one that serves: seconds of a decode step
+and of a prefill chunk.
 
-A line of model.devices.gpu.attention.configurations is worth replacing where another is faster in every case that matters; the rule for
-that is in README.md. It changes nothing and judges nothing.
+A line of model.devices.gpu.attention.configurations is worth replacing where another is faster in
+every case that matters; the rule for that is in README.md. It changes nothing and judges nothing.
 """
 
 from dataclasses import replace
@@ -27,7 +28,11 @@ OTHERS: dict[tuple[int, int], tuple[Configuration, ...]] = {
         Configuration(64, 64, 256, 4, 4),
         Configuration(128, 64, 512, 8, 3),
     ),
-    (48, 128): (Configuration(64, 64, 512, 4, 3), Configuration(64, 64, 512, 4, 4), Configuration(64, 64, 1024, 4, 5)),
+    (48, 128): (
+        Configuration(64, 64, 512, 4, 3),
+        Configuration(64, 64, 512, 4, 4),
+        Configuration(64, 64, 1024, 4, 5),
+    ),
     (71, 64): (
         Configuration(128, 64, 1024, 8, 3),
         Configuration(128, 64, 512, 8, 5, most_registers=128),
@@ -58,8 +63,12 @@ def backend_of(problem: Problem, configuration: Configuration) -> Any:
     return TritonBackend(problem.pool, problem.scale, problem.heads, configuration)
 
 
-def decode(part: Part, configuration: Configuration, heads: int, columns: int, case: tuple[int, int]) -> Found:
-    """Seconds of a layer, over keys that no cache holds, and the bytes read in a second. What is wrong is not timed."""
+def decode(
+    part: Part, configuration: Configuration, heads: int, columns: int, case: tuple[int, int]
+) -> Found:
+    """Seconds of a layer, over keys that no cache holds, and the bytes read in a second. What is
+    wrong is not timed.
+    """
     batch, context = case
     problem = Problem(heads, columns, [context] * batch, part.dtype, part.device)
     backend = backend_of(problem, configuration)
@@ -71,12 +80,16 @@ def decode(part: Part, configuration: Configuration, heads: int, columns: int, c
         for layer in range(problem.layers):
             backend.attend(plan, layer, problem.q_BHd)
 
-    found = timed(captured(layers) if part.device == "cuda" else layers, part, layers=problem.layers)
+    found = timed(
+        captured(layers) if part.device == "cuda" else layers, part, layers=problem.layers
+    )
     return found | {"bytes_per_second": problem.num_bytes / found["seconds"]}
 
 
 def prefill(part: Part, configuration: Configuration, heads: int, columns: int) -> Found:
-    """Seconds of a layer of a chunk that follows a cached prefix, and the operations in a second."""
+    """Seconds of a layer of a chunk that follows a cached prefix, and the operations in a
+    second.
+    """
     start, count = SMALL_CHUNK if part.small else CHUNK
     problem = Problem(heads, columns, [start + count], part.dtype, part.device)
     row = Row(0, [0] * count, start, problem.rows[0].pages, None)
@@ -97,5 +110,8 @@ def measure(part: Part) -> None:
             name = f"{heads}x{columns}/{in_words(configuration)}{', serves' if number == 0 else ''}"
             with part.guarded(name):
                 for case in SMALL_CASES if part.small else CASES:
-                    part.note(f"{name}/{case[0]}x{case[1]}", decode(part, configuration, heads, columns, case))
+                    part.note(
+                        f"{name}/{case[0]}x{case[1]}",
+                        decode(part, configuration, heads, columns, case),
+                    )
                 part.note(f"{name}/chunk", prefill(part, configuration, heads, columns))

@@ -1,9 +1,11 @@
-"""OpenVINO GenAI's ContinuousBatchingPipeline behind the thinnest HTTP server that streams OpenAI completions of token ids.
+"""OpenVINO GenAI's ContinuousBatchingPipeline behind the thinnest HTTP server that streams OpenAI
+completions of token ids.
 
     PYTHON bench/peers/serve_openvino.py --model FOLDER --port PORT [--threads 2]
 
-PYTHON is that of an environment with openvino-genai, fastapi and uvicorn; FOLDER holds an OpenVINO export. One thread steps the pipeline
-and hands each request's new ids to its asyncio queue; texts are a constant, so no time is spent on them. Ids are counted in `usage`.
+PYTHON is that of an environment with openvino-genai, fastapi and uvicorn; FOLDER holds an OpenVINO
+export. One thread steps the pipeline and hands each request's new ids to its asyncio queue; texts
+are a constant, so no time is spent on them. Ids are counted in `usage`.
 """
 
 import argparse
@@ -54,7 +56,13 @@ class Pipeline:
                 config = genai.GenerationConfig()
                 config.max_new_tokens = config.min_new_tokens = count
                 config.ignore_eos, config.do_sample = True, False
-                running[number] = [self._pipeline.add_request(number, ov.Tensor(np.array([prompt], dtype=np.int64)), config), queue, count]
+                running[number] = [
+                    self._pipeline.add_request(
+                        number, ov.Tensor(np.array([prompt], dtype=np.int64)), config
+                    ),
+                    queue,
+                    count,
+                ]
                 number += 1
             if not running:
                 self._wake.wait()
@@ -82,7 +90,9 @@ def make_app(pipeline: Pipeline) -> FastAPI:
 
     @asynccontextmanager
     async def started(app: FastAPI) -> AsyncIterator[None]:
-        threading.Thread(target=pipeline.work, args=(asyncio.get_running_loop(),), daemon=True).start()
+        threading.Thread(
+            target=pipeline.work, args=(asyncio.get_running_loop(),), daemon=True
+        ).start()
         yield
 
     app = FastAPI(lifespan=started)
@@ -101,8 +111,19 @@ def make_app(pipeline: Pipeline) -> FastAPI:
             while not is_last:
                 count, is_last = await queue.get()
                 done += count
-                choice = {"index": 0, "text": "x", "logprobs": None, "finish_reason": "length" if is_last else None}
-                chunk = {"id": "cmpl-1", "object": "text_completion", "created": int(time.time()), "model": "model", "choices": [choice]}
+                choice = {
+                    "index": 0,
+                    "text": "x",
+                    "logprobs": None,
+                    "finish_reason": "length" if is_last else None,
+                }
+                chunk = {
+                    "id": "cmpl-1",
+                    "object": "text_completion",
+                    "created": int(time.time()),
+                    "model": "model",
+                    "choices": [choice],
+                }
                 yield f"data: {json.dumps(chunk | {'usage': {'completion_tokens': done}})}\n\n"
             yield "data: [DONE]\n\n"
 

@@ -1,7 +1,9 @@
-"""The measurements of the suite: each takes the published weights and gives Checks, requirements with what was found.
+"""The measurements of the suite: each takes the published weights and gives Checks, requirements
+with what was found.
 
-Speed is measured in turns with llama.cpp's, so that the machine's drift reaches both. The campaigns of tests/trials are run as the commands
-that they are, their results read from the files that they write. Not known here: how the weights come about.
+Speed is measured in turns with llama.cpp's, so that the machine's drift reaches both. The campaigns
+of tests/trials are run as the commands that they are, their results read from the files that they
+write. Not known here: how the weights come about.
 """
 
 import asyncio
@@ -77,12 +79,20 @@ def same_tokens(subject: Subject) -> list[Check]:
 
 
 def perplexities(subject: Subject) -> list[Check]:
-    """Every form here, and in llama.cpp the published file, its exact float32 weights and those in Q4_0, on the same windows."""
+    """Every form here, and in llama.cpp the published file, its exact float32 weights and those in
+    Q4_0, on the same windows.
+    """
     published, spec = subject.published, read_spec(subject.folder)
     windows, found = scored_windows(TextCodec(subject.folder)), dict[str, float]()
-    files = {"llama.cpp F32": published.in_type("F32"), "llama.cpp Q4_0": published.in_type("Q4_0"), "llama.cpp Q4_K_M": published.file}
+    files = {
+        "llama.cpp F32": published.in_type("F32"),
+        "llama.cpp Q4_0": published.in_type("Q4_0"),
+        "llama.cpp Q4_K_M": published.file,
+    }
     with progress() as bar:
-        task = bar.add_task("perplexity", total=len(subject.forms) * sum(map(len, windows)) + len(files))
+        task = bar.add_task(
+            "perplexity", total=len(subject.forms) * sum(map(len, windows)) + len(files)
+        )
         for form in subject.forms:
             runner = perplexity.load(subject.folder, spec, "cpu", *FORMS[form], perplexity.WINDOW)
             found[form] = perplexity.perplexity(runner, windows, partial(bar.advance, task))
@@ -91,20 +101,44 @@ def perplexities(subject: Subject) -> list[Check]:
             found[name] = published.llama_cpp(file, "perplexity", windows=windows)["perplexity"]
             bar.advance(task)
     tokens = sum(map(perplexity.num_scored, windows))
-    rows = [(name, f"{value:.4f}", f"{value / found['float32'] - 1:+.3%}") for name, value in found.items()]
-    show(("weights", "perplexity", "over float32"), rows, f"{tokens} tokens in windows of {perplexity.WINDOW}")
-    checks = [Check("float32 as llama.cpp's F32, within 0.1 %", *_within(found["float32"], found["llama.cpp F32"], 0.001))]
+    rows = [
+        (name, f"{value:.4f}", f"{value / found['float32'] - 1:+.3%}")
+        for name, value in found.items()
+    ]
+    show(
+        ("weights", "perplexity", "over float32"),
+        rows,
+        f"{tokens} tokens in windows of {perplexity.WINDOW}",
+    )
+    checks = [
+        Check(
+            "float32 as llama.cpp's F32, within 0.1 %",
+            *_within(found["float32"], found["llama.cpp F32"], 0.001),
+        )
+    ]
     for form in subject.forms:
         if form in MOST_LOSS:
-            checks.append(Check(f"{form}: at most {MOST_LOSS[form]:+.1%}", *_at_most(found[form], found["float32"], 1 + MOST_LOSS[form])))
+            checks.append(
+                Check(
+                    f"{form}: at most {MOST_LOSS[form]:+.1%}",
+                    *_at_most(found[form], found["float32"], 1 + MOST_LOSS[form]),
+                )
+            )
         if form == LOSS_OF_Q4_0:
             theirs = found["llama.cpp Q4_0"] / found["llama.cpp F32"]
-            checks.append(Check(f"{form}: at most llama.cpp's Q4_0, {theirs - 1:+.3%}", *_at_most(found[form], found["float32"], theirs)))
+            checks.append(
+                Check(
+                    f"{form}: at most llama.cpp's Q4_0, {theirs - 1:+.3%}",
+                    *_at_most(found[form], found["float32"], theirs),
+                )
+            )
     return checks
 
 
 def _within(value: float, expected: float, share: float) -> tuple[bool, str]:
-    return abs(value / expected - 1) <= share, f"{value:.4f} against {expected:.4f} ({value / expected - 1:+.3%})"
+    return abs(
+        value / expected - 1
+    ) <= share, f"{value:.4f} against {expected:.4f} ({value / expected - 1:+.3%})"
 
 
 def _at_most(value: float, base: float, most: float) -> tuple[bool, str]:
@@ -112,14 +146,17 @@ def _at_most(value: float, base: float, most: float) -> tuple[bool, str]:
 
 
 def speeds(subject: Subject) -> list[Check]:
-    """Output tokens per second over HTTP, in turns with llama.cpp on the published file in its own process."""
+    """Output tokens per second over HTTP, in turns with llama.cpp on the published file in its own
+    process.
+    """
     checks, rng = [], random.Random(0)
     vocabulary = read_spec(subject.folder).vocab_size
     servers = {form: Server(ROOT, subject.served, subject.options(form)) for form in subject.forms}
     try:
         for clients, (requests, least) in CLIENTS.items():
             sides: dict[str, Callable[[], float]] = {
-                form: partial(_rate, server, clients, requests, rng) for form, server in servers.items()
+                form: partial(_rate, server, clients, requests, rng)
+                for form, server in servers.items()
             }
             prompts = [rng.choices(range(10, vocabulary), k=PROMPT_TOKENS) for _ in range(requests)]
             request = {"prompts": prompts, "clients": clients, "tokens": OUTPUT_TOKENS}
@@ -127,10 +164,26 @@ def speeds(subject: Subject) -> list[Check]:
             rates = _in_turns(sides, subject.rounds)
             medians = {name: statistics.median(each) for name, each in rates.items()}
             for form in subject.forms:
-                ratio = statistics.median(ours / theirs for ours, theirs in zip(rates[form], rates["llama.cpp"], strict=True))
-                words = f"{ratio:.2f} times: {medians[form]:.0f} and {medians['llama.cpp']:.0f} tokens/s"
-                bound = f", at least {least} times llama.cpp's" if form in BOUNDED else " beside llama.cpp's"
-                checks.append(Check(f"{form}, {clients} clients{bound}", ratio >= least or form not in BOUNDED, words))
+                ratio = statistics.median(
+                    ours / theirs
+                    for ours, theirs in zip(rates[form], rates["llama.cpp"], strict=True)
+                )
+                words = (
+                    f"{ratio:.2f} times: {medians[form]:.0f} and {medians['llama.cpp']:.0f} "
+                    "tokens/s"
+                )
+                bound = (
+                    f", at least {least} times llama.cpp's"
+                    if form in BOUNDED
+                    else " beside llama.cpp's"
+                )
+                checks.append(
+                    Check(
+                        f"{form}, {clients} clients{bound}",
+                        ratio >= least or form not in BOUNDED,
+                        words,
+                    )
+                )
     finally:
         for server in servers.values():
             server.stop()
@@ -155,7 +208,10 @@ def _rate(server: Server, clients: int, requests: int, rng: random.Random) -> fl
     outcomes = asyncio.run(run(endpoint, ask, Load.closed(clients), bodies, lambda: None))
     found = figures(outcomes)
     if found["failed"]:
-        raise RuntimeError(f"{found['failed']} of {requests} requests failed: {next(o.failure for o in outcomes if o.failure)}")
+        raise RuntimeError(
+            f"{found['failed']} of {requests} requests failed: "
+            f"{next(o.failure for o in outcomes if o.failure)}"
+        )
     return float(found["output_tokens_per_second"])
 
 
@@ -201,7 +257,13 @@ def _trial(
     folder.mkdir(parents=True, exist_ok=True)
     with (subject.output / f"{name}.txt").open("w") as text:
         module, *arguments = command
-        subprocess.run([sys.executable, "-m", module, "--output", folder, *arguments], cwd=ROOT, stdout=text, stderr=text, check=False)
+        subprocess.run(
+            [sys.executable, "-m", module, "--output", folder, *arguments],
+            cwd=ROOT,
+            stdout=text,
+            stderr=text,
+            check=False,
+        )
     file = folder / f"{result}.json"
     if not file.exists():
         raise RuntimeError(f"{command[0]} wrote no result; {subject.output / name}.txt says why")

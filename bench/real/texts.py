@@ -1,7 +1,8 @@
-"""The text that perplexity is measured on: 10,000 tokens of a book and 10,000 of code, which come with every Python.
+"""The text that perplexity is measured on: 10,000 tokens of a book and 10,000 of code, which come
+with every Python.
 
-The book is Python's language reference as `help()` shows it, the code modules of the standard library. The text differs between versions of
-Python, so figures are compared within one.
+The book is Python's language reference as `help()` shows it, the code modules of the standard
+library. The text differs between versions of Python, so figures are compared within one.
 """
 
 from commands.perplexity import WINDOW, language_reference, modules, windows_of
@@ -17,4 +18,6 @@ CHARACTERS = 8 * TOKENS
 def scored_windows(codec: TextCodec) -> list[list[int]]:
     """Both halves in windows of WINDOW tokens, each opened as a prompt is."""
     halves = language_reference(), "\n".join(modules(MODULES))
-    return [window for text in halves for window in windows_of(codec, text[:CHARACTERS], WINDOW, TOKENS)]
+    return [
+        window for text in halves for window in windows_of(codec, text[:CHARACTERS], WINDOW, TOKENS)
+    ]

@@ -1,9 +1,11 @@
 """`onehead bench`: puts load on a running server over HTTP and reports rates and latencies.
 
-Closed loop: N clients, each sending its next request when its last has ended. Open loop: arrival times drawn from the seed before the
-run. Invariant: a latency counts from when its request was meant to be sent, so it includes stalls of the server and of the client (no
-coordinated omission); and a request that failed or came out short is counted, never averaged in. It knows TGI's dialect on the wire and
-nothing of how the server works: no tokenizer, no model, no metrics of the server's own.
+Closed loop: N clients, each sending its next request when its last has ended. Open loop: arrival
+times drawn from the seed before the run. Invariant: a latency counts from when its request was
+meant to be sent, so it includes stalls of the server and of the client (no coordinated omission);
+and a request that failed or came out short is counted, never averaged in. It knows TGI's dialect on
+the wire and nothing of how the server works: no tokenizer, no model, no metrics of the server's
+own.
 """
 
 import asyncio
@@ -43,14 +45,17 @@ PLAIN_WIDTH = 120
 """Columns of the table where standard output is no terminal."""
 EXIT_INTERRUPTED = 130
 VOCABULARY = """
-    def class return self import from for in if else not None True yield await with try except raise assert lambda while break
-    index length buffer cache token tokens layer batch value values result request response stream reader writer path config
-    count total state table page pages offset start end size key query head block weight output prompt number name text line
+    def class return self import from for in if else not None True yield await with try except raise
+    assert lambda while break index length buffer cache token tokens layer batch value values result
+    request response stream reader writer path config count total state table page pages offset
+    start end size key query head block weight output prompt number name text line
 """
 
 
 def _split(value: object) -> object:
-    """'1,8,32' to a list, as the command line and the environment spell it; an empty text is an empty list."""
+    """'1,8,32' to a list, as the command line and the environment spell it; an empty text is an
+    empty list.
+    """
     return [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
@@ -71,7 +76,8 @@ class Cases(BaseSettings):
         BeforeValidator(_split),
     ] = Field(
         [1, 8, 32],
-        description="closed loop: one run for each of these numbers of clients, of the default for those with enough requests",
+        description="closed loop: one run for each of these numbers of clients, of the default "
+        "for those with enough requests",
     )
     requests: int = Field(64, ge=1, le=10**6, description="requests of a run")
     warmup: int = Field(
@@ -90,7 +96,8 @@ class Cases(BaseSettings):
     seed: int = Field(
         0,
         ge=0,
-        description="of prompts and arrivals; change it between runs, else the server's prefix cache has the prompts",
+        description="of prompts and arrivals; change it between runs, else the server's prefix "
+        "cache has the prompts",
     )
     output: Annotated[Path | None, AfterValidator(_in_a_folder)] = Field(
         None,
@@ -108,7 +115,9 @@ class Cases(BaseSettings):
 
     @property
     def clients(self) -> list[int]:
-        """The closed loops to run: those that were given, else the default ones for which there are enough requests."""
+        """The closed loops to run: those that were given, else the default ones for which there are
+        enough requests.
+        """
         given = "concurrency" in self.model_fields_set
         return [clients for clients in self.concurrency if given or clients <= self.requests]
 
@@ -116,7 +125,8 @@ class Cases(BaseSettings):
 class BenchSettings(Cases):
     """onehead bench: put load on a running server and report rates and latencies.
 
-    With --offline: on an engine in this process, without a server; `onehead bench --offline --help` lists its options.
+    With --offline: on an engine in this process, without a server; `onehead bench --offline --help`
+    lists its options.
     """
 
     url: Annotated[str, AfterValidator(reachable)] = Field(
@@ -155,7 +165,9 @@ class Ask:
     """0 draws the likeliest tokens."""
 
     def body(self, rng: random.Random) -> bytes:
-        """A request with a prompt of its own: a text that is longer than it need be, of which the server keeps the last tokens."""
+        """A request with a prompt of its own: a text that is longer than it need be, of which the
+        server keeps the last tokens.
+        """
         parameters = {
             "max_new_tokens": self.output_tokens,
             "truncate": self.prompt_tokens,
@@ -176,22 +188,35 @@ class Ask:
         if len(outcome.token_times) != self.output_tokens:
             return f"{len(outcome.token_times)} tokens came, {self.output_tokens} were asked for"
         if outcome.input_length not in (None, self.prompt_tokens):
-            return f"the prompt had {outcome.input_length} tokens, {self.prompt_tokens} were asked for"
+            return (
+                f"the prompt had {outcome.input_length} tokens, {self.prompt_tokens} were asked for"
+            )
         return None
 
 
 def prompt_text(rng: random.Random, min_tokens: int) -> str:
-    """Text like source code. A tokenizer that keeps words apart makes at least one token of each of its words."""
+    """Text like source code. A tokenizer that keeps words apart makes at least one token of each of
+    its words.
+    """
     known, words = VOCABULARY.split(), []
     for _ in range(min_tokens):
-        word = rng.choice(known) if rng.random() < 0.7 else "".join(rng.choices("abcdefghijklmnopqrstuvwxyz_", k=rng.randint(2, 9)))
-        words.append(word + rng.choice(("", "", "", " =", "(", ")", ":", ",", ".", f"[{rng.randrange(100)}]")))
+        word = (
+            rng.choice(known)
+            if rng.random() < 0.7
+            else "".join(rng.choices("abcdefghijklmnopqrstuvwxyz_", k=rng.randint(2, 9)))
+        )
+        words.append(
+            word
+            + rng.choice(("", "", "", " =", "(", ")", ":", ",", ".", f"[{rng.randrange(100)}]"))
+        )
     return "".join(word + rng.choice("    \n") for word in words).rstrip()
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How one run sends its requests: from `clients` back to back, or at the times `arrivals`, in seconds after its start."""
+    """How one run sends its requests: from `clients` back to back, or at the times `arrivals`, in
+    seconds after its start.
+    """
 
     label: str
     clients: int = 0
@@ -217,7 +242,9 @@ async def run(
     bodies: list[bytes],
     on_end: Callable[[], None],
 ) -> list[Outcome]:
-    """Sends `bodies` as `load` says, and waits for every end; the outcomes are in the order of the bodies."""
+    """Sends `bodies` as `load` says, and waits for every end; the outcomes are in the order of the
+    bodies.
+    """
     requests = [endpoint.request("POST", "/generate", body) for body in bodies]
     outcomes = [Outcome(0.0) for _ in bodies]
     start = time.perf_counter()
@@ -289,8 +316,8 @@ def report(
     runs: list[dict[str, Any]],
     planned: int,
 ) -> int:
-    """Tables, reasons of failures, result file; the exit status. Fewer runs than `planned` are those
-    before Ctrl-C; no file is written of them.
+    """Tables, reasons of failures, result file; the exit status. Fewer runs than `planned` are
+    those before Ctrl-C; no file is written of them.
     """
     console = Console()
     if not console.is_terminal:

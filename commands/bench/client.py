@@ -1,8 +1,8 @@
-"""A client of the TGI dialect that is cheap enough to measure servers with: HTTP/1.1 and server-sent events over plain asyncio
-streams, one connection for each request.
+"""A client of the TGI dialect that is cheap enough to measure servers with: HTTP/1.1 and
+server-sent events over plain asyncio streams, one connection for each request.
 
-Invariant: a request ends in an Outcome that holds either everything that came or the reason why not. It knows the wire and nothing
-of what a request is sent for.
+Invariant: a request ends in an Outcome that holds either everything that came or the reason why
+not. It knows the wire and nothing of what a request is sent for.
 """
 
 import asyncio
@@ -35,7 +35,13 @@ class Endpoint:
     def parse(cls, url: str) -> "Endpoint":
         """Of http[s]://HOST[:PORT][/PREFIX]. Raises ValueError."""
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or parts.fragment:
+        if (
+            parts.scheme not in ("http", "https")
+            or not parts.hostname
+            or parts.username
+            or parts.query
+            or parts.fragment
+        ):
             raise ValueError(f"must be http://HOST:PORT or https://HOST:PORT; got {url!r}")
         parts.hostname.encode("idna")  # What cannot be looked up is a ValueError too.
         tls = parts.scheme == "https"
@@ -63,7 +69,9 @@ def reachable(url: str) -> str:
 
 
 async def talk(endpoint: Endpoint, request: bytes) -> AsyncGenerator[tuple[int, bytes], None]:
-    """Sends a request on a new connection; (status, bytes of the body) as they come in. Raises OSError or ReplyError."""
+    """Sends a request on a new connection; (status, bytes of the body) as they come in. Raises
+    OSError or ReplyError.
+    """
     reader, writer = await asyncio.open_connection(
         endpoint.host,
         endpoint.port,
@@ -91,7 +99,10 @@ async def talk(endpoint: Endpoint, request: bytes) -> AsyncGenerator[tuple[int, 
 
 def _parse_head(head: bytes) -> tuple[int, dict[str, str]]:
     first, *lines = head.decode("latin-1").split("\r\n")
-    return int(first.split(" ")[1]), {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return int(first.split(" ")[1]), {
+        name.strip().lower(): value.strip()
+        for name, _, value in (line.partition(":") for line in lines)
+    }
 
 
 class _Token(msgspec.Struct):
@@ -115,7 +126,9 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one request. Times are the clock's; `intended` is when it should have been sent, `sent` when it was."""
+    """What became of one request. Times are the clock's; `intended` is when it should have been
+    sent, `sent` when it was.
+    """
 
     intended: float
     sent: float = 0.0
@@ -126,7 +139,9 @@ class Outcome:
     failure: str | None = None
 
     def take(self, data: bytes, now: float) -> None:
-        """One event that came in now. Raises ReplyError where it is an error, or none of the dialect's."""
+        """One event that came in now. Raises ReplyError where it is an error, or none of the
+        dialect's.
+        """
         try:
             event = _decode(data)
         except msgspec.DecodeError:
@@ -147,7 +162,9 @@ async def generate(
     outcome: Outcome,
     clock: Clock,
 ) -> None:
-    """Sends the bytes of a streaming request and fills `outcome`. Raises nothing: what goes wrong is the outcome's failure."""
+    """Sends the bytes of a streaming request and fills `outcome`. Raises nothing: what goes wrong
+    is the outcome's failure.
+    """
     outcome.sent = clock()
     try:
         async with asyncio.timeout(timeout), aclosing(talk(endpoint, request)) as pieces:

@@ -1,7 +1,9 @@
-"""Closed loops on an engine in this process: requests of token ids, and the seconds that the host and the runner take of each step.
+"""Closed loops on an engine in this process: requests of token ids, and the seconds that the host
+and the runner take of each step.
 
-Prompts are token ids, choices greedy, ends ignored. Invariant: the parts of a step add up to the step; a latency counts from the submission
-of its request, so it includes the time in the engine's queue. It knows no options, no text and no result files.
+Prompts are token ids, choices greedy, ends ignored. Invariant: the parts of a step add up to the
+step; a latency counts from the submission of its request, so it includes the time in the engine's
+queue. It knows no options, no text and no result files.
 """
 
 import time
@@ -22,7 +24,9 @@ Result = TypeVar("Result")
 
 
 class Stopwatch:
-    """A runner that counts the seconds in which another computes, or is waited for where it computes asynchronously."""
+    """A runner that counts the seconds in which another computes, or is waited for where it
+    computes asynchronously.
+    """
 
     def __init__(self, runner: "Runner") -> None:
         self._runner = runner
@@ -62,7 +66,9 @@ class _Timed:
 
 @dataclass(slots=True)
 class Steps:
-    """Seconds of every step: in the scheduler and whatever else is not the runner's (host), and in the runner (compute)."""
+    """Seconds of every step: in the scheduler and whatever else is not the runner's (host), and in
+    the runner (compute).
+    """
 
     host: list[float] = field(default_factory=list)
     compute: list[float] = field(default_factory=list)
@@ -135,7 +141,9 @@ class ClosedLoop:
         compute = self._stopwatch.seconds - computed
         steps.host.append(now - began - compute)
         steps.compute.append(compute)
-        return sum(self._take(event, now - self._began) for event in news if isinstance(event, TokenEvent))
+        return sum(
+            self._take(event, now - self._began) for event in news if isinstance(event, TokenEvent)
+        )
 
     def _started(self) -> None:
         self._core.scheduler.take_started()

@@ -1,5 +1,5 @@
-"""Figures of a run's outcomes, and what they were measured with. Plain arithmetic over the standard library, so that a host without the
-packages of a server can measure too.
+"""Figures of a run's outcomes, and what they were measured with. Plain arithmetic over the standard
+library, so that a host without the packages of a server can measure too.
 """
 
 import os
@@ -35,7 +35,9 @@ def spread(values: list[float]) -> dict[str, float] | None:
 
 
 def figures(outcomes: list[Outcome]) -> dict[str, Any]:
-    """Rates and latencies of a run. Failed requests count as failed and in nothing else but the time they took."""
+    """Rates and latencies of a run. Failed requests count as failed and in nothing else but the
+    time they took.
+    """
     good = [outcome for outcome in outcomes if outcome.failure is None]
     wall = max(outcome.end for outcome in outcomes)
     tokens = sum(len(outcome.token_times) for outcome in good)
@@ -56,7 +58,11 @@ def machine() -> dict[str, Any]:
     """The machine that this runs on."""
     cpu = None
     with suppress(OSError):
-        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        names = [
+            line
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ]
         cpu = names[0].partition(":")[2].strip() if names else None
     return {
         "platform": platform.platform(),
@@ -67,8 +73,8 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The git commit of this source tree, marked where files differ from it; where it is no checkout the one that the version names (see
-    scripts/gpu-bundle), or None.
+    """The git commit of this source tree, marked where files differ from it; where it is no
+    checkout the one that the version names (see scripts/gpu-bundle), or None.
     """
     root = Path(__file__).resolve().parents[2]
     command = [
@@ -81,7 +87,9 @@ def commit() -> str | None:
         "--abbrev=40",
         "--exclude=*",
     ]
-    if not (root / ".git").exists():  # Installed packages may lie inside a checkout of something else.
+    if not (
+        root / ".git"
+    ).exists():  # Installed packages may lie inside a checkout of something else.
         with suppress(PackageNotFoundError):
             return version("onehead").partition("+g")[2] or None
         return None

@@ -1,7 +1,8 @@
-"""`onehead bench --offline`: the bench's closed loops on an engine in this process, without HTTP, text or a second process.
+"""`onehead bench --offline`: the bench's closed loops on an engine in this process, without HTTP,
+text or a second process.
 
-The engine is the one that `onehead serve` starts, loaded by the same function from the same message, so the difference to a result over
-HTTP is what the service costs.
+The engine is the one that `onehead serve` starts, loaded by the same function from the same
+message, so the difference to a result over HTTP is what the service costs.
 """
 
 import os
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 
 
 class OfflineSettings(Cases, EngineSettings):
-    """onehead bench --offline: put load on an engine in this process and report rates, latencies and the parts of a step."""
+    """onehead bench --offline: put load on an engine in this process and report rates, latencies
+    and the parts of a step.
+    """
 
     @model_validator(mode="after")
     def _there_is_a_run(self) -> "OfflineSettings":

@@ -19,16 +19,23 @@ def _table(headings: tuple[str, ...], rows: list[list[str]], caption: str) -> Ta
 
 def _pairs(*spreads: tuple[dict[str, float] | None, float]) -> list[str]:
     """Median and 99th percentile of each, in its unit."""
-    return [f"{_number(s['p50'] * unit)} / {_number(s['p99'] * unit)}" if s else "-" for s, unit in spreads]
+    return [
+        f"{_number(s['p50'] * unit)} / {_number(s['p99'] * unit)}" if s else "-"
+        for s, unit in spreads
+    ]
 
 
 def _number(value: float) -> str:
-    """Two decimals where they can mean something: every figure of a table has to fit into 80 columns."""
+    """Two decimals where they can mean something: every figure of a table has to fit into 80
+    columns.
+    """
     return f"{value:.2f}" if value < 1000 else f"{value:.0f}"
 
 
 def tables(runs: list[dict[str, Any]]) -> Iterator[Table]:
-    """Rates, then latencies as clients saw them, then for runs that know their steps the time of the host and of the model in each."""
+    """Rates, then latencies as clients saw them, then for runs that know their steps the time of
+    the host and of the model in each.
+    """
     rates, latencies, steps = [], [], []
     for each in runs:
         f, label = each["figures"], each["load"]

@@ -1,1 +1,3 @@
-"""`onehead compare`: multi-head against multi-query attention, counted in bytes and measured in seconds."""
+"""`onehead compare`: multi-head against multi-query attention, counted in bytes and measured in
+seconds.
+"""

@@ -1,7 +1,7 @@
 """`onehead compare`: counts, measures, trains, prints tables and writes results.json.
 
-What is measured is in `timing`, trained in `twins`; here is the order of things, and the bytes, which
-ModelSpec counts. docs/compare.md describes results.json.
+What is measured is in `timing`, trained in `twins`; here is the order of things, and the bytes,
+which ModelSpec counts. docs/compare.md describes results.json.
 """
 
 import json
@@ -34,7 +34,9 @@ Measure = Callable[[Say], Any]
 
 
 def plan(options: CompareOptions) -> list[tuple[str, Measure]]:
-    """(key in the results, what gives its value or one more entry of it), in the order of running."""
+    """(key in the results, what gives its value or one more entry of it), in the order of
+    running.
+    """
     repeats = 3 if options.quick else 9
     batches = (1, 8, 64) if options.quick else (1, 2, 4, 8, 16, 32, 64, 128, 256)
     contexts = (128, 1024) if options.quick else (128, 512, 2048)
@@ -42,18 +44,25 @@ def plan(options: CompareOptions) -> list[tuple[str, Measure]]:
     for context in contexts:
         for batch in batches:
             if batch * context <= 64 * 2048:  # 1 GiB of multi-head K and V
-                steps.append(("decode", lambda say, b=batch, c=context: timing.decode_step(b, c, repeats)))  # type: ignore[misc]
+                step = partial(_decode_step, batch, context, repeats)
+                steps.append(("decode", step))
     sizes = _twin_sizes(options)
     for seed in range(sizes.num_seeds):
         steps += [("quality", partial(_twin, sizes, kind, seed, options)) for kind in twins.KINDS]
     return steps
 
 
+def _decode_step(batch: int, context: int, repeats: int, say: Say) -> Any:
+    return timing.decode_step(batch, context, repeats)
+
+
 def _twin_sizes(options: CompareOptions) -> twins.TwinSizes:
     return twins.QUICK if options.quick else twins.FULL
 
 
-def _twin(sizes: twins.TwinSizes, kind: str, seed: int, options: CompareOptions, say: Say) -> dict[str, Any]:
+def _twin(
+    sizes: twins.TwinSizes, kind: str, seed: int, options: CompareOptions, say: Say
+) -> dict[str, Any]:
     say(f"{kind}, seed {seed}, reading the corpus")
     result: dict[str, Any] = {}
     folder = options.output / "twins" / f"{kind}-{seed}"
@@ -63,8 +72,8 @@ def _twin(sizes: twins.TwinSizes, kind: str, seed: int, options: CompareOptions,
 
 
 def compare(options: CompareOptions) -> None:
-    """Runs everything and writes options.output. Raises OptionError, before any work, where that cannot be written
-    into, and CheckpointError for a --model that cannot be read.
+    """Runs everything and writes options.output. Raises OptionError, before any work, where that
+    cannot be written into, and CheckpointError for a --model that cannot be read.
     """
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -72,11 +81,18 @@ def compare(options: CompareOptions) -> None:
     memory = memory_of(options.model)
     if options.data is not None:
         twins.read_documents(options.data)  # Refused before the work where it holds no text.
-    results: dict[str, Any] = {"schema": 3, "quick": options.quick, "machine": _machine(), "memory": memory}
+    results: dict[str, Any] = {
+        "schema": 3,
+        "quick": options.quick,
+        "machine": _machine(),
+        "memory": memory,
+    }
     measured = _measure(plan(options))
     results["decode"] = measured["decode"]
     results["quality"] = twins.quality(_twin_sizes(options), measured["quality"])
-    (options.output / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    (options.output / "results.json").write_text(
+        json.dumps(results, indent=1) + "\n", encoding="utf-8"
+    )
     Console().print(*_tables(results))
 
 
@@ -124,7 +140,9 @@ def _measure(steps: list[tuple[str, Measure]]) -> dict[str, list[Any]]:
 def _machine() -> dict[str, Any]:
     return {
         "platform": platform.platform(),
-        "processor": torch.cpu.get_capabilities().get("cpu_name", platform.processor()) if hasattr(torch.cpu, "get_capabilities") else "",
+        "processor": torch.cpu.get_capabilities().get("cpu_name", platform.processor())
+        if hasattr(torch.cpu, "get_capabilities")
+        else "",
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

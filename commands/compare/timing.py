@@ -1,7 +1,7 @@
 """Seconds, by measuring: a decode step of multi-head against multi-query attention.
 
-Two sides of a comparison are timed in turn within one run, several times, and reported as medians with their range: machines are noisy,
-ratios less so. It knows nothing of files or pages.
+Two sides of a comparison are timed in turn within one run, several times, and reported as medians
+with their range: machines are noisy, ratios less so. It knows nothing of files or pages.
 
 Shape letters: b batch, d model size, h heads, k head size.
 """
@@ -16,11 +16,14 @@ import torch
 import torch.nn.functional as F
 
 PAPER = {"d": 1024, "h": 8, "k": 128, "mha_ff": 4096, "mqa_ff": 5440}
-"""The paper's decoder layer; the multi-query one's MLP is widened so that both have equally many parameters."""
+"""The paper's decoder layer; the multi-query one's MLP is widened so that both have equally many
+parameters."""
 
 
 def in_turn(sides: dict[str, Callable[[], Any]], repeats: int) -> dict[str, dict[str, float]]:
-    """Each side `repeats` times, alternating, after one unmeasured run: median, least and most seconds."""
+    """Each side `repeats` times, alternating, after one unmeasured run: median, least and most
+    seconds.
+    """
     times: dict[str, list[float]] = {name: [] for name in sides}
     for name in sides:
         sides[name]()
@@ -29,17 +32,27 @@ def in_turn(sides: dict[str, Callable[[], Any]], repeats: int) -> dict[str, dict
             began = time.perf_counter()
             work()
             times[name].append(time.perf_counter() - began)
-    return {name: {"median_s": statistics.median(t), "min_s": min(t), "max_s": max(t)} for name, t in times.items()}
+    return {
+        name: {"median_s": statistics.median(t), "min_s": min(t), "max_s": max(t)}
+        for name, t in times.items()
+    }
 
 
 @torch.inference_mode()
 def decode_step(batch: int, context: int, repeats: int) -> dict[str, Any]:
-    """Seconds of one decode step of the paper's layer at this batch and context, MHA and MQA: attention alone, and the whole layer."""
+    """Seconds of one decode step of the paper's layer at this batch and context, MHA and MQA:
+    attention alone, and the whole layer.
+    """
     d, h, k = PAPER["d"], PAPER["h"], PAPER["k"]
     x_bd = torch.randn(batch, d)
     q_bhk = torch.randn(batch, h, k)
-    kv = {name: torch.randn(2, batch, heads, context, k) for name, heads in (("mha", h), ("mqa", 1))}
-    weights = {name: _layer_weights((h + 2 * heads) * k, PAPER[f"{name}_ff"]) for name, heads in (("mha", h), ("mqa", 1))}
+    kv = {
+        name: torch.randn(2, batch, heads, context, k) for name, heads in (("mha", h), ("mqa", 1))
+    }
+    weights = {
+        name: _layer_weights((h + 2 * heads) * k, PAPER[f"{name}_ff"])
+        for name, heads in (("mha", h), ("mqa", 1))
+    }
 
     def attention(name: str) -> torch.Tensor:
         # With one head the queries are rows over the same keys; with h, each has keys of its own.

@@ -1,7 +1,9 @@
-"""Twins: the same model with a key/value head per query head and with one, trained on the same data in the same order, seed by seed.
+"""Twins: the same model with a key/value head per query head and with one, trained on the same data
+in the same order, seed by seed.
 
-Both have equally many parameters (the multi-query twin's MLP is widened, as in the paper), the same initialisation scale, schedule
-and batches; what differs is attention. It trains and reads losses; it draws nothing.
+Both have equally many parameters (the multi-query twin's MLP is widened, as in the paper), the same
+initialisation scale, schedule and batches; what differs is attention. It trains and reads losses;
+it draws nothing.
 """
 
 import shutil
@@ -44,15 +46,37 @@ class TwinSizes:
     sequence: int
     num_seeds: int
     every_nth: int = 1
-    """Which of the corpus's documents are used, if there are many: tokenizing them all takes longer than a quick training."""
+    """Which of the corpus's documents are used, if there are many: tokenizing them all takes longer
+    than a quick training."""
 
 
-QUICK = TwinSizes(hidden_size=128, num_layers=2, num_heads=8, steps=60, batch_tokens=2048, sequence=128, num_seeds=2, every_nth=8)
-FULL = TwinSizes(hidden_size=192, num_layers=4, num_heads=6, steps=400, batch_tokens=4096, sequence=256, num_seeds=5)
+QUICK = TwinSizes(
+    hidden_size=128,
+    num_layers=2,
+    num_heads=8,
+    steps=60,
+    batch_tokens=2048,
+    sequence=128,
+    num_seeds=2,
+    every_nth=8,
+)
+FULL = TwinSizes(
+    hidden_size=192,
+    num_layers=4,
+    num_heads=6,
+    steps=400,
+    batch_tokens=4096,
+    sequence=256,
+    num_seeds=5,
+)
 
 
-def options_of(sizes: TwinSizes, kind: str, seed: int, folder: Path, data: Path | None) -> TrainOptions:
-    """`onehead train`'s options of one twin. `folder` keeps its state, so that a cut run goes on."""
+def options_of(
+    sizes: TwinSizes, kind: str, seed: int, folder: Path, data: Path | None
+) -> TrainOptions:
+    """`onehead train`'s options of one twin. `folder` keeps its state, so that a cut run goes
+    on.
+    """
     mlp = 4 * sizes.hidden_size
     return TrainOptions(
         output=folder / "checkpoint",
@@ -62,7 +86,9 @@ def options_of(sizes: TwinSizes, kind: str, seed: int, folder: Path, data: Path 
         num_layers=sizes.num_layers,
         num_query_heads=sizes.num_heads,
         attention=KINDS[kind],
-        intermediate_size=mlp if kind == "mha" else equal_mlp(sizes.hidden_size, sizes.num_heads, mlp),
+        intermediate_size=mlp
+        if kind == "mha"
+        else equal_mlp(sizes.hidden_size, sizes.num_heads, mlp),
         max_positions=sizes.sequence,
         steps=sizes.steps,
         batch_tokens=sizes.batch_tokens,
@@ -75,8 +101,12 @@ def options_of(sizes: TwinSizes, kind: str, seed: int, folder: Path, data: Path 
     )
 
 
-def train_twin(sizes: TwinSizes, kind: str, seed: int, folder: Path, data: Path | None) -> Iterator[dict[str, Any]]:
-    """Trains one twin; what is known of it now and after each step, the last of which is the result."""
+def train_twin(
+    sizes: TwinSizes, kind: str, seed: int, folder: Path, data: Path | None
+) -> Iterator[dict[str, Any]]:
+    """Trains one twin; what is known of it now and after each step, the last of which is the
+    result.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(TOKENIZER, folder / "tokenizer.json")
     options = options_of(sizes, kind, seed, folder, data)
@@ -94,8 +124,13 @@ def train_twin(sizes: TwinSizes, kind: str, seed: int, folder: Path, data: Path 
 
 
 def quality(sizes: TwinSizes, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The runs, and what they say: each kind's held-out loss over the seeds, and the difference seed by seed (MQA minus MHA)."""
-    final = {kind: {run["seed"]: run["held_out"][-1][1] for run in runs if run["kind"] == kind} for kind in KINDS}
+    """The runs, and what they say: each kind's held-out loss over the seeds, and the difference
+    seed by seed (MQA minus MHA).
+    """
+    final = {
+        kind: {run["seed"]: run["held_out"][-1][1] for run in runs if run["kind"] == kind}
+        for kind in KINDS
+    }
     differences = [final["mqa"][seed] - final["mha"][seed] for seed in sorted(final["mha"])]
     return {
         "sizes": asdict(sizes),
@@ -109,4 +144,9 @@ def quality(sizes: TwinSizes, runs: list[dict[str, Any]]) -> dict[str, Any]:
 def _spread(values: list[float]) -> dict[str, float]:
     """Mean, sample standard deviation (0 for one value), least and most, in nats per token."""
     deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-    return {"mean": statistics.mean(values), "stdev": deviation, "min": min(values), "max": max(values)}
+    return {
+        "mean": statistics.mean(values),
+        "stdev": deviation,
+        "min": min(values),
+        "max": max(values),
+    }

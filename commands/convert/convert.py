@@ -1,8 +1,10 @@
-"""`onehead convert`: a checkpoint with one key/value head from one with several, by the mean of their projections (Ainslie et al. 2023,
-arXiv 2305.13245, section 2.1), or safetensors of a `pytorch_model.bin`; and a tokenizer.json where there are older files.
+"""`onehead convert`: a checkpoint with one key/value head from one with several, by the mean of
+their projections (Ainslie et al. 2023, arXiv 2305.13245, section 2.1), or safetensors of a
+`pytorch_model.bin`; and a tokenizer.json where there are older files.
 
-The mean is where training goes on from, not a finished model: what it costs is measured, and the folder says that it was only pooled.
-Invariant: every tensor but those of K and V leaves with the values it came with. It alone reads pickles, and of them only weights.
+The mean is where training goes on from, not a finished model: what it costs is measured, and the
+folder says that it was only pooled. Invariant: every tensor but those of K and V leaves with the
+values it came with. It alone reads pickles, and of them only weights.
 
 Shape letters: H heads, d head size, D hidden size.
 """
@@ -38,24 +40,34 @@ from model.checkpoint.names import Entry, Part
 from model.checkpoint.safetensors_file import DTYPES
 from model.checkpoint.saving import write_checkpoint
 from model.checkpoint.spellings import respelt
-from model.checkpoint.weights import TIED_DUPLICATE, Checkpoint, check_tensors, check_tied, is_ignored, load_decoder
+from model.checkpoint.weights import (
+    TIED_DUPLICATE,
+    Checkpoint,
+    check_tensors,
+    check_tied,
+    is_ignored,
+    load_decoder,
+)
 from model.decoder import meta_decoder
 from model.spec import CheckpointError, ModelSpec, OptionError
 
 FUSED = ("gpt2", "gpt_bigcode")
 """Families whose queries, keys and values are one matrix."""
 APART = {"llama": None, "mistral": 8, "gemma": 16}
-"""Families whose keys and values have matrices of their own -> how many key/value heads a config has that does not say (None: as many as
-queries).
+"""Families whose keys and values have matrices of their own -> how many key/value heads a config
+has that does not say (None: as many as queries).
 """
 
 CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
-"""Keys of GPT-2's config.json that its layout does not change. One that is absent stays so: the default of both families is the same."""
+"""Keys of GPT-2's config.json that its layout does not change. One that is absent stays so: the
+default of both families is the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a conversion makes of a folder: `num_heads` are pooled into one; 0: there is one already, and the tensors stay as they are."""
+    """What a conversion makes of a folder: `num_heads` are pooled into one; 0: there is one
+    already, and the tensors stay as they are.
+    """
 
     folder: Path
     model_type: str
@@ -66,9 +78,14 @@ class Plan:
 
 
 def make_plan(folder: Path) -> Plan:
-    """The plan for a folder, by its JSON files alone. Raises CheckpointError where its heads cannot be pooled."""
+    """The plan for a folder, by its JSON files alone. Raises CheckpointError where its heads cannot
+    be pooled.
+    """
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder; --model takes a checkpoint folder with config.json and weights")
+        raise CheckpointError(
+            f"{folder}: no such folder; --model takes a checkpoint folder with config.json and "
+            "weights"
+        )
     values = respelt(read_json(folder / "config.json"))
     model_type, num_heads = values.get("model_type"), _num_heads(Config(values))
     if not num_heads:
@@ -78,21 +95,48 @@ def make_plan(folder: Path) -> Plan:
             if model_type in (*FUSED, *APART):
                 raise
             raise CheckpointError(
-                f"{error}. Found model_type {short(model_type)}; heads are pooled of {', '.join((*FUSED, *APART))}"
+                f"{error}. Found model_type {short(model_type)}; heads are pooled of "
+                f"{', '.join((*FUSED, *APART))}"
             ) from None
     mark = {KEY: {"method": "mean_pool", "heads": num_heads, "uptrained_steps": 0}}
     if model_type == "gpt2":
-        # GPT-2's own layout has no place for a single key/value head; gpt_bigcode's is the same block with one.
-        spec = replace(spec_of(folder, values | {"attention_head_type": "multiquery"}), model_type="gpt_bigcode")
-        made = {key: value for key, value in gpt_bigcode.config_from_spec(spec).items() if key not in CARRIED}
-        return Plan(folder, model_type, spec, made | {key: values[key] for key in CARRIED if key in values} | mark, num_heads)
-    config = values | ({"multi_query": True} if model_type == "gpt_bigcode" else {"num_key_value_heads": 1}) | mark
+        # GPT-2's own layout has no place for a single key/value head; gpt_bigcode's is the same
+        # block with one.
+        spec = replace(
+            spec_of(folder, values | {"attention_head_type": "multiquery"}),
+            model_type="gpt_bigcode",
+        )
+        made = {
+            key: value
+            for key, value in gpt_bigcode.config_from_spec(spec).items()
+            if key not in CARRIED
+        }
+        return Plan(
+            folder,
+            model_type,
+            spec,
+            made | {key: values[key] for key in CARRIED if key in values} | mark,
+            num_heads,
+        )
+    config = (
+        values
+        | ({"multi_query": True} if model_type == "gpt_bigcode" else {"num_key_value_heads": 1})
+        | mark
+    )
     spec = spec_of(folder, config)
-    return Plan(folder, spec.model_type, spec, config if model_type in FUSED else config | {"head_dim": spec.head_dim}, num_heads)
+    return Plan(
+        folder,
+        spec.model_type,
+        spec,
+        config if model_type in FUSED else config | {"head_dim": spec.head_dim},
+        num_heads,
+    )
 
 
 def _num_heads(config: Config) -> int:
-    """How many key/value heads there are to pool; 0 where there is one, or the family is none of those that are pooled."""
+    """How many key/value heads there are to pool; 0 where there is one, or the family is none of
+    those that are pooled.
+    """
     model_type = config.get("model_type")
     if model_type == "gpt2":
         return 0 if config.get("attention_head_type") == "multiquery" else config.integer("n_head")
@@ -102,7 +146,9 @@ def _num_heads(config: Config) -> int:
         num_queries = config.integer("num_attention_heads")
         num_heads = config.integer("num_key_value_heads", APART[model_type] or num_queries)
         if num_queries % num_heads:
-            raise config.wrong("num_key_value_heads", f"a divisor of num_attention_heads {num_queries}")
+            raise config.wrong(
+                "num_key_value_heads", f"a divisor of num_attention_heads {num_queries}"
+            )
         return num_heads if num_heads > 1 else 0
     return 0
 
@@ -111,14 +157,18 @@ def _num_heads(config: Config) -> int:
 
 
 def read_tensors(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
-    """Every parameter in a folder's files, safetensors or else pytorch_model.bin, by its name there. Raises CheckpointError."""
+    """Every parameter in a folder's files, safetensors or else pytorch_model.bin, by its name
+    there. Raises CheckpointError.
+    """
     if not is_pickled(folder):
         return _read_safetensors(folder, spec)
     tensors: dict[str, Tensor] = {}
     for path in _pickles(folder):
         for name, value in _read_pickle(path).items():
             if name in tensors:
-                raise CheckpointError(f"{path}: tensor {name} occurs in another file of the folder too")
+                raise CheckpointError(
+                    f"{path}: tensor {name} occurs in another file of the folder too"
+                )
             if name == TIED_DUPLICATE or not is_ignored(name, spec):
                 tensors[name] = _weight(path, name, value)
     if spec.tied_embeddings and (head := tensors.pop(TIED_DUPLICATE, None)) is not None:
@@ -127,24 +177,31 @@ def read_tensors(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
         if tied is None or head.dtype is not tied.dtype or not torch.equal(head, tied):
             # `transformers` would keep that head.
             raise CheckpointError(
-                f"{folder}: {TIED_DUPLICATE} differs from {embedding.name}, to which config.json ties it; "
+                f"{folder}: {TIED_DUPLICATE} differs from {embedding.name}, to which config.json "
+                "ties it; "
                 "expected the same values, or tie_word_embeddings false"
             )
     return tensors
 
 
 def _weight(path: Path, name: str, value: Tensor) -> Tensor:
-    """A copy of a pickle's tensor. Raises CheckpointError for one that safetensors cannot hold, or that holds no numbers."""
+    """A copy of a pickle's tensor. Raises CheckpointError for one that safetensors cannot hold, or
+    that holds no numbers.
+    """
     if value.dtype not in DTYPES.values() or value.layout is not torch.strided or value.is_meta:
         found = f"{value.dtype} and layout {value.layout}{' on meta' if value.is_meta else ''}"
-        raise CheckpointError(f"{path}: {name} has dtype {found}, expected dense {', '.join(DTYPES)}")
+        raise CheckpointError(
+            f"{path}: {name} has dtype {found}, expected dense {', '.join(DTYPES)}"
+        )
     if value.numel() and not all(bound.isfinite() for bound in torch.aminmax(value.detach())):
         raise CheckpointError(f"{path}: {name} holds NaN or infinity; the file is damaged")
     return value.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _embedding(spec: ModelSpec, names: Container[str]) -> Part:
-    """The token embedding as a source calls it: GPT-2's were published under the names of its inner model too."""
+    """The token embedding as a source calls it: GPT-2's were published under the names of its inner
+    model too.
+    """
     part = family_of(spec.model_type).weight_names(spec)["token_embedding.weight"][0]
     inner = part.name.removeprefix("transformer.")
     return Part(inner) if inner in names and part.name not in names else part
@@ -156,15 +213,21 @@ def _read_safetensors(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
     names = [name for name in checkpoint.files if not is_ignored(name, spec)]
     for name in names:
         if (found := checkpoint.entry(name).dtype) not in DTYPES:
-            raise CheckpointError(f"{folder}: {name} has dtype {found}, expected one of {', '.join(DTYPES)}")
-    if (embedding := _embedding(spec, checkpoint.files)).name in checkpoint.files:  # Else it is named as missing later.
+            raise CheckpointError(
+                f"{folder}: {name} has dtype {found}, expected one of {', '.join(DTYPES)}"
+            )
+    if (
+        embedding := _embedding(spec, checkpoint.files)
+    ).name in checkpoint.files:  # Else it is named as missing later.
         check_tied(checkpoint, spec, embedding)
     return {name: checkpoint.read(Part(name)) for name in names}
 
 
 def is_pickled(folder: Path) -> bool:
     """Whether the weights of a folder are not in safetensors."""
-    return not any((folder / name).exists() for name in ("model.safetensors", "model.safetensors.index.json"))
+    return not any(
+        (folder / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")
+    )
 
 
 def _pickles(folder: Path) -> list[Path]:
@@ -173,13 +236,29 @@ def _pickles(folder: Path) -> list[Path]:
     names = ["pytorch_model.bin"]
     if index.exists():
         weight_map = read_json(index, MOST_LIST_BYTES).get("weight_map")
-        names = sorted({str(name) for name in weight_map.values()}) if isinstance(weight_map, dict) else []
-        plain = all(name.isprintable() and Path(name).name == name and name.endswith(".bin") and len(name.encode()) < 256 for name in names)
+        names = (
+            sorted({str(name) for name in weight_map.values()})
+            if isinstance(weight_map, dict)
+            else []
+        )
+        plain = all(
+            name.isprintable()
+            and Path(name).name == name
+            and name.endswith(".bin")
+            and len(name.encode()) < 256
+            for name in names
+        )
         if not names or not plain:
-            raise CheckpointError(f"{index}: weight_map must map tensor names to plain names of .bin files, found {short(weight_map)}")
+            raise CheckpointError(
+                f"{index}: weight_map must map tensor names to plain names of .bin files, found "
+                f"{short(weight_map)}"
+            )
     for name in names:
         if not (folder / name).is_file():
-            raise CheckpointError(f"{folder}: expected model.safetensors or pytorch_model.bin, or the index of one; found no {name}")
+            raise CheckpointError(
+                f"{folder}: expected model.safetensors or pytorch_model.bin, or the index of one; "
+                f"found no {name}"
+            )
     return [folder / name for name in names]
 
 
@@ -188,13 +267,24 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path}: is {KINDS[LFS]}")
     try:
         # Files from before torch 1.6 are no archives, and cannot be mapped.
-        loaded = torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # torch raises many kinds: the file is damaged, or holds something besides tensors.
+        loaded = torch.load(
+            path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path)
+        )
+    except (
+        Exception
+    ) as error:  # torch raises many kinds: the file is damaged, or holds something besides tensors.
         # Its text is not passed on: it advises to read the file as code.
         found = type(error).__name__
-        raise CheckpointError(f"{path}: expected weights and nothing else, found a file that cannot be read so ({found})") from None
-    if not isinstance(loaded, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in loaded.items()):
-        raise CheckpointError(f"{path}: expected tensors by name, found {type(loaded).__name__} of something else")
+        raise CheckpointError(
+            f"{path}: expected weights and nothing else, found a file that cannot be read so "
+            f"({found})"
+        ) from None
+    if not isinstance(loaded, dict) or not all(
+        isinstance(k, str) and isinstance(v, Tensor) for k, v in loaded.items()
+    ):
+        raise CheckpointError(
+            f"{path}: expected tensors by name, found {type(loaded).__name__} of something else"
+        )
     return loaded
 
 
@@ -202,21 +292,33 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
 
 
 def pool(plan: Plan, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of the plan's checkpoint. Raises CheckpointError naming the one that cannot be pooled."""
+    """The tensors of the plan's checkpoint. Raises CheckpointError naming the one that cannot be
+    pooled.
+    """
     if not plan.num_heads:
         return tensors
     pooled: dict[str, Tensor] = {}
     for old, value in tensors.items():
         # GPT-2's were published under the names of its inner model.
-        name = f"transformer.{old}" if plan.model_type in FUSED and not old.startswith(("transformer.", "lm_head.")) else old
+        name = (
+            f"transformer.{old}"
+            if plan.model_type in FUSED and not old.startswith(("transformer.", "lm_head."))
+            else old
+        )
         if name in pooled:
-            raise CheckpointError(f"{plan.folder}: {name} occurs with and without `transformer.` before it")
-        pooled[name] = (_pool_fused if plan.model_type in FUSED else _pool_apart)(plan, name, value).contiguous()
+            raise CheckpointError(
+                f"{plan.folder}: {name} occurs with and without `transformer.` before it"
+            )
+        pooled[name] = (_pool_fused if plan.model_type in FUSED else _pool_apart)(
+            plan, name, value
+        ).contiguous()
     return pooled
 
 
 def _pool_fused(plan: Plan, name: str, value: Tensor) -> Tensor:
-    """c_attn's rows are all queries, all keys, all values (GPT-2), or q, k and v head by head (gpt_bigcode) -> queries, one K, one V."""
+    """c_attn's rows are all queries, all keys, all values (GPT-2), or q, k and v head by head
+    (gpt_bigcode) -> queries, one K, one V.
+    """
     is_gpt2 = plan.model_type == "gpt2"
     if is_gpt2 and value.ndim == 2 and (".attn." in name or ".mlp." in name):
         value = value.T  # GPT-2 keeps matrices as [in, out].
@@ -236,11 +338,14 @@ def _pool_apart(plan: Plan, name: str, value: Tensor) -> Tensor:
 
 
 def _split(plan: Plan, name: str, value: Tensor, *sizes: int) -> Tensor:
-    """The rows of a matrix or bias by `sizes` and columns of a head. Raises CheckpointError where they are not as many."""
+    """The rows of a matrix or bias by `sizes` and columns of a head. Raises CheckpointError where
+    they are not as many.
+    """
     expected = math.prod(sizes) * plan.spec.head_dim
     if value.shape[:1] != (expected,):
         raise CheckpointError(
-            f"{plan.folder}: {name} has shape {list(value.shape)}, expected {expected} rows for {plan.num_heads} key/value heads"
+            f"{plan.folder}: {name} has shape {list(value.shape)}, expected {expected} rows for "
+            f"{plan.num_heads} key/value heads"
         )
     by_head: Tensor = value.unflatten(0, (*sizes, plan.spec.head_dim))
     return by_head
@@ -255,8 +360,9 @@ def _mean(value_Hd: Tensor) -> Tensor:
 
 
 def convert(options: ConvertOptions) -> None:
-    """Writes options.output, or without it the model's tokenizer.json, whole or not at all. Raises CheckpointError and
-    ConfigurationError for a source that cannot be converted, OptionError for unusable options.
+    """Writes options.output, or without it the model's tokenizer.json, whole or not at all. Raises
+    CheckpointError and ConfigurationError for a source that cannot be converted, OptionError for
+    unusable options.
     """
     model, output = options.model, options.output
     if output is None:
@@ -268,8 +374,14 @@ def convert(options: ConvertOptions) -> None:
         torch.set_num_threads(options.threads)
     plan = make_plan(model)
     if not plan.num_heads and not is_pickled(model):
-        way_out = "" if (model / TOKENIZER).exists() else "; leave out --output to make its tokenizer.json"
-        raise CheckpointError(f"{model}: has one key/value head already; nothing to convert{way_out}")
+        way_out = (
+            ""
+            if (model / TOKENIZER).exists()
+            else "; leave out --output to make its tokenizer.json"
+        )
+        raise CheckpointError(
+            f"{model}: has one key/value head already; nothing to convert{way_out}"
+        )
     with _beside(output) as beside:
         made = Path(beside) / "made"
         record = _make(options, plan, made)
@@ -281,14 +393,21 @@ def convert(options: ConvertOptions) -> None:
         print(f"{output}: the weights of {model} as safetensors, unchanged")
         return
     show(record)
-    print(f"{output}: pooled, and not trained since; go on with `onehead train --init {output} --output NEW`")
+    print(
+        f"{output}: pooled, and not trained since; go on with `onehead train --init {output} "
+        "--output NEW`"
+    )
 
 
 def _beside(output: Path) -> TemporaryDirectory[str]:
-    """A folder on the file system of the output that goes away whatever happens. Raises OptionError where there can be none."""
+    """A folder on the file system of the output that goes away whatever happens. Raises OptionError
+    where there can be none.
+    """
     target = output.resolve()
     if target.is_mount():
-        raise OptionError(f"output {output} is a mount point, which cannot be replaced; expected a folder in it")
+        raise OptionError(
+            f"output {output} is a mount point, which cannot be replaced; expected a folder in it"
+        )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         return TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent)
@@ -311,10 +430,17 @@ def _make(options: ConvertOptions, plan: Plan, made: Path) -> dict[str, Any] | N
     if not plan.num_heads:
         return None
     del tensors  # Measuring loads them anew, in float32.
-    record: dict[str, Any] = {"source": str(plan.folder), "kind": f"{plan.num_heads} key/value heads pooled into 1", "losses": None}
+    record: dict[str, Any] = {
+        "source": str(plan.folder),
+        "kind": f"{plan.num_heads} key/value heads pooled into 1",
+        "losses": None,
+    }
     record |= {"held_out": None, "uptrained": None}
     if rows_BU is not None:
-        record |= {"losses": _measure(options.model, made, plan.spec, rows_BU), "held_out": fingerprint(rows_BU)}
+        record |= {
+            "losses": _measure(options.model, made, plan.spec, rows_BU),
+            "held_out": fingerprint(rows_BU),
+        }
     write_record(made, record)
     return record
 
@@ -323,20 +449,28 @@ def _tensors(plan: Plan) -> dict[str, Tensor]:
     """The weights, once they are known to be a checkpoint that can be served."""
     tensors = pool(plan, read_tensors(plan.folder, plan.spec))
     dtypes = {dtype: name for name, dtype in DTYPES.items()}
-    entries = {name: Entry(dtypes.get(value.dtype, str(value.dtype)), tuple(value.shape), 0, 0) for name, value in tensors.items()}
+    entries = {
+        name: Entry(dtypes.get(value.dtype, str(value.dtype)), tuple(value.shape), 0, 0)
+        for name, value in tensors.items()
+    }
     check_tensors(plan.folder, meta_decoder(plan.spec), entries)
     return tensors
 
 
 def _rows(options: ConvertOptions, spec: ModelSpec) -> np.ndarray | None:
-    """The sequences that losses are measured on; None where none are. Raises OptionError and CheckpointError."""
+    """The sequences that losses are measured on; None where none are. Raises OptionError and
+    CheckpointError.
+    """
     if not options.evaluate:
         return None
     if not (options.model / "tokenizer.json").is_file():
         print(f"{options.model}: has no tokenizer.json, so the held-out loss is not measured")
         return None
     if find_spec("transformers") is None:
-        raise OptionError("evaluate measures the original with transformers, which is not installed; install it or give --no-evaluate")
+        raise OptionError(
+            "evaluate measures the original with transformers, which is not installed; install it "
+            "or give --no-evaluate"
+        )
     tokenizer = corpus.read_tokenizer(options.model, spec.vocab_size)
     (documents,) = corpus.split([corpus.read_documents(options.data)])
     return comparison_rows(documents, tokenizer, spec)
@@ -366,7 +500,9 @@ def _original(folder: Path) -> Logits:
     transformers: Any = import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
     kind = transformers.AutoModelForCausalLM
-    model = kind.from_pretrained(folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False).eval()
+    model = kind.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+    ).eval()
 
     def logits_of(ids_T: Tensor) -> Tensor:
         logits_TV: Tensor = model(ids_T[None], use_cache=False).logits[0]

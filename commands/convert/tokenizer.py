@@ -19,10 +19,14 @@ from server.errors import ConfigurationError
 from server.hub.tokenizer_file import DESCRIPTIONS, vocabularies_of
 
 NAME = "tokenizer.json"
-# Classes that transformers 4 used by model type if the folder names none; transformers 5 has no such defaults.
+# Classes that transformers 4 used by model type if the folder names none; transformers 5 has no
+# such defaults.
 UNNAMED = {"gpt_bigcode": "GPT2Tokenizer"}
 FEWEST_TOKENS = 256
-ADVICE = 'name the right class in tokenizer_config.json, as in {"tokenizer_class": "LlamaTokenizer", "add_bos_token": true}'
+ADVICE = (
+    'name the right class in tokenizer_config.json, as in {"tokenizer_class": '
+    '"LlamaTokenizer", "add_bos_token": true}'
+)
 PROBES = (
     "def add(x, y): return x + 12",
     "def f():\n    return 1\n",
@@ -37,10 +41,28 @@ transformers is known to differ.
 CONFIG = ("model_type", "model_name", "tokenizer_class", "transformers_version")
 TOKENIZER_CONFIG = (
     *("auto_map", "tokenizer_class"),  # `auto_map` is refused below.
-    *("add_bos_token", "add_eos_token", "add_prefix_space", "legacy", "split_special_tokens", "model_max_length"),
+    *(
+        "add_bos_token",
+        "add_eos_token",
+        "add_prefix_space",
+        "legacy",
+        "split_special_tokens",
+        "model_max_length",
+    ),
     *("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder", "extra_ids"),
-    *("do_lower_case", "do_basic_tokenize", "strip_accents", "tokenize_chinese_chars", "keep_accents"),
-    *("remove_space", "trim_offsets", "clean_up_tokenization_spaces", "spaces_between_special_tokens"),
+    *(
+        "do_lower_case",
+        "do_basic_tokenize",
+        "strip_accents",
+        "tokenize_chinese_chars",
+        "keep_accents",
+    ),
+    *(
+        "remove_space",
+        "trim_offsets",
+        "clean_up_tokenization_spaces",
+        "spaces_between_special_tokens",
+    ),
     *("use_default_system_prompt", "errors"),
 )
 ALLOWED = {
@@ -99,7 +121,9 @@ def tokenizer_json(folder: Path) -> str | None:
             reason = f"transformers does not read them ({text[:300]}); {ADVICE}"
         else:
             return text
-    raise ConfigurationError(f"{folder}: {_names(sources)} cannot be converted to a tokenizer.json: {reason}")
+    raise ConfigurationError(
+        f"{folder}: {_names(sources)} cannot be converted to a tokenizer.json: {reason}"
+    )
 
 
 def convert(folder: Path) -> Any:
@@ -110,9 +134,13 @@ def convert(folder: Path) -> Any:
     described = _read(folder / "tokenizer_config.json")
     code = described.get("auto_map") or {}
     if isinstance(code, list) or "AutoTokenizer" in code:
-        raise ConfigurationError("tokenizer_config.json: auto_map names code that comes with the checkpoint, which is not run")
-    # For some model types AutoTokenizer ignores the named class and expects a tokenizer.json. Where there is none, it does
-    # not find the vocabulary of GPT-2's files, and tokenizes otherwise than SentencePiece with a .model file.
+        raise ConfigurationError(
+            "tokenizer_config.json: auto_map names code that comes with the checkpoint, which is "
+            "not run"
+        )
+    # For some model types AutoTokenizer ignores the named class and expects a tokenizer.json. Where
+    # there is none, it does not find the vocabulary of GPT-2's files, and tokenizes otherwise than
+    # SentencePiece with a .model file.
     model_type = _read(folder / "config.json").get("model_type", "")
     name = described.get("tokenizer_class") or UNNAMED.get(model_type)
     fast = transformers.PreTrainedTokenizerFast
@@ -168,7 +196,8 @@ def _check_packages(vocabularies: list[Path]) -> None:
     if lacking:
         packages = " ".join(lacking)
         raise ConfigurationError(
-            f"{vocabularies[0].parent}: converting {_names(vocabularies)} to a tokenizer.json needs {packages}: "
+            f"{vocabularies[0].parent}: converting {_names(vocabularies)} to a tokenizer.json "
+            f"needs {packages}: "
             f"{sys.executable} -m pip install {packages}"
         )
 
@@ -188,7 +217,9 @@ def _check_files(folder: Path, reader: Any) -> None:
     files = (file for key, file in reader.vocab_files_names.items() if key != "tokenizer_file")
     lacking = sorted(file for file in files if not (folder / file).is_file())
     if lacking:
-        raise ConfigurationError(f"{reader.__name__} reads {' and '.join(lacking)}, which the folder lacks")
+        raise ConfigurationError(
+            f"{reader.__name__} reads {' and '.join(lacking)}, which the folder lacks"
+        )
 
 
 def _check(folder: Path, tokenizer: Any) -> None:
@@ -197,7 +228,9 @@ def _check(folder: Path, tokenizer: Any) -> None:
     """
     kind = type(tokenizer)
     if tokenizer.vocab_size < FEWEST_TOKENS:
-        raise ConfigurationError(f"{kind.__name__} reads only {tokenizer.vocab_size} tokens from them")
+        raise ConfigurationError(
+            f"{kind.__name__} reads only {tokenizer.vocab_size} tokens from them"
+        )
     for path in folder.glob("*.model"):
         if _is_sentencepiece(path):
             processor = import_module("sentencepiece").SentencePieceProcessor(model_file=str(path))
@@ -205,6 +238,7 @@ def _check(folder: Path, tokenizer: Any) -> None:
                 if tokenizer.encode(probe, add_special_tokens=False) != processor.encode(probe):
                     text = json.dumps(probe, ensure_ascii=False)
                     raise ConfigurationError(
-                        f"{kind.__name__} does not read {path.name} as SentencePiece does, for example {text}; "
+                        f"{kind.__name__} does not read {path.name} as SentencePiece does, for "
+                        f"example {text}; "
                         f"{ADVICE}; or put a right tokenizer.json into the folder"
                     )

@@ -1,6 +1,8 @@
-"""What `onehead train` learns from: weighted folders of text, the token streams made of them, and the batch of each step.
+"""What `onehead train` learns from: weighted folders of text, the token streams made of them, and
+the batch of each step.
 
-Invariant: a batch is a pure function of the options, the files and the model's spec. Knows nothing of optimizers.
+Invariant: a batch is a pure function of the options, the files and the model's spec. Knows nothing
+of optimizers.
 
 Shape letters: B sequences, U = T + 1 tokens of a row.
 """
@@ -22,7 +24,8 @@ from commands.options import TrainOptions, data_folder
 from model.spec import ModelSpec, OptionError
 
 ARRANGEMENTS = 4
-"""Token streams of a run: epochs take them in turn, so that each is made once. They differ in which documents are rearranged, and where."""
+"""Token streams of a run: epochs take them in turn, so that each is made once. They differ in which
+documents are rearranged, and where."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +38,19 @@ class Source:
 
 
 class Corpus:
-    """The documents of `options.data`: those to train on by source, and those held out, whose text is in no source.
+    """The documents of `options.data`: those to train on by source, and those held out, whose text
+    is in no source.
 
-    `documents` stand in for those of options.data where they are read already. Raises OptionError where either kind is missing.
+    `documents` stand in for those of options.data where they are read already. Raises OptionError
+    where either kind is missing.
     """
 
-    def __init__(self, options: TrainOptions, documents: list[corpus.Document] | None = None) -> None:
-        folders = [(None, 1.0)] if options.data is None else [data_folder(text) for text in options.data]
+    def __init__(
+        self, options: TrainOptions, documents: list[corpus.Document] | None = None
+    ) -> None:
+        folders = (
+            [(None, 1.0)] if options.data is None else [data_folder(text) for text in options.data]
+        )
         found = corpus.split([documents or corpus.read_documents(folder) for folder, _ in folders])
         self.held_out = [d for each in found for d in each if d.held_out]
         texts = {document.text for document in self.held_out}
@@ -64,20 +73,31 @@ class Corpus:
         for source in self.sources:
             times = int(source.weight)
             drawn += source.documents * times
-            drawn += rng.sample(source.documents, round((source.weight - times) * len(source.documents)))
+            drawn += rng.sample(
+                source.documents, round((source.weight - times) * len(source.documents))
+            )
         return drawn
 
     def write_table(self, output: Path, before: Path | None = None) -> None:
-        """Writes output/DATA.md: folders, sizes and licences, after the table of `before`, the checkpoint that training went on from."""
+        """Writes output/DATA.md: folders, sizes and licences, after the table of `before`, the
+        checkpoint that training went on from.
+        """
         lines = ["| data | weight | documents | bytes | licence |", "|---|---:|---:|---:|---|"]
         for source in self.sources:
             num_bytes = sum(len(document.text.encode()) for document in source.documents)
             name = "Python's standard library" if source.folder is None else source.folder.name
             sizes = f"{source.weight:g} | {len(source.documents):,} | {num_bytes:,}"
             lines += [f"| {name} | {sizes} | {_licence(source.folder)} |"]
-            lines += [f"| {name}: {package} | | | {size} | {licence} |" for package, licence, size in _packages(source.folder)]
+            lines += [
+                f"| {name}: {package} | | | {size} | {licence} |"
+                for package, licence, size in _packages(source.folder)
+            ]
         earlier = before / "DATA.md" if before is not None else None
-        text = earlier.read_text(encoding="utf-8") + "\nTrained further on\n\n" if earlier is not None and earlier.is_file() else ""
+        text = (
+            earlier.read_text(encoding="utf-8") + "\nTrained further on\n\n"
+            if earlier is not None and earlier.is_file()
+            else ""
+        )
         (output / "DATA.md").write_text(text + "\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -87,7 +107,13 @@ def _licence(folder: Path | None) -> str:
         return "PSF-2.0"
     if (folder / PACKAGES).is_file():
         return "by package, below"
-    files = sorted({path.relative_to(folder).as_posix() for pattern in LICENCE_FILES for path in folder.glob(pattern)})
+    files = sorted(
+        {
+            path.relative_to(folder).as_posix()
+            for pattern in LICENCE_FILES
+            for path in folder.glob(pattern)
+        }
+    )
     return ", ".join(files) or "not stated: no licence file at the top of the folder"
 
 
@@ -97,29 +123,51 @@ def _packages(folder: Path | None) -> list[tuple[str, str, str]]:
         return []
     with (folder / PACKAGES).open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    return [(f"{row['name']} {row['version']}", row["licence"].replace("|", "/"), f"{int(row['bytes']):,}") for row in rows]
+    return [
+        (
+            f"{row['name']} {row['version']}",
+            row["licence"].replace("|", "/"),
+            f"{int(row['bytes']):,}",
+        )
+        for row in rows
+    ]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one optimizer step reads: rows_BU of T + 1 ids and the position of each row's first token."""
+    """What one optimizer step reads: rows_BU of T + 1 ids and the position of each row's first
+    token.
+    """
 
     rows_BU: np.ndarray
     first_position_B: np.ndarray
 
 
 class Data:
-    """Step number -> Step. Holds the rows of the current epoch; token streams are kept in files below options.work."""
+    """Step number -> Step. Holds the rows of the current epoch; token streams are kept in files
+    below options.work.
+    """
 
-    def __init__(self, options: TrainOptions, spec: ModelSpec, documents: Corpus, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, options: TrainOptions, spec: ModelSpec, documents: Corpus, tokenizer: Tokenizer
+    ) -> None:
         self.options = options
         self.spec = spec
         self.corpus = documents
         self.tokenizer = tokenizer
         self.fim_rate = corpus.fim_rate(options.fim_rate, tokenizer)
-        # With --init the long phase has at most 4 x sequence tokens: the checkpoint has been trained at its full length before.
-        self.longest = spec.max_positions if options.init is None else min(spec.max_positions, 4 * options.sequence)
-        self.first_long_step = round(options.steps * (1 - options.long_share)) if self.longest > options.sequence else options.steps
+        # With --init the long phase has at most 4 x sequence tokens: the checkpoint has been
+        # trained at its full length before.
+        self.longest = (
+            spec.max_positions
+            if options.init is None
+            else min(spec.max_positions, 4 * options.sequence)
+        )
+        self.first_long_step = (
+            round(options.steps * (1 - options.long_share))
+            if self.longest > options.sequence
+            else options.steps
+        )
 
     def steps(self, first: int) -> Iterator[Step]:
         """The steps from number `first` to the last. Each length of context has its own epochs."""
@@ -133,26 +181,41 @@ class Data:
                 while rows is None or used + batch > len(rows):
                     epoch, used = epoch + 1, 0
                     stream = self.stream(epoch % ARRANGEMENTS)
-                    rows = corpus.sequences(stream, length, self._seed(epoch) + (500 if length > self.options.sequence else 0))
+                    rows = corpus.sequences(
+                        stream,
+                        length,
+                        self._seed(epoch) + (500 if length > self.options.sequence else 0),
+                    )
                     if len(rows) < batch:
-                        raise OptionError(f"the corpus has {len(stream)} tokens, fewer than one batch of {batch} x {length}")
+                        raise OptionError(
+                            f"the corpus has {len(stream)} tokens, fewer than one batch of "
+                            f"{batch} x {length}"
+                        )
                 if number >= first:
-                    yield Step(rows[used : used + batch].astype(np.int64), self._first_positions(number, batch, length))
+                    yield Step(
+                        rows[used : used + batch].astype(np.int64),
+                        self._first_positions(number, batch, length),
+                    )
                 used += batch
 
     def stream(self, arrangement: int) -> np.ndarray:
-        """One arrangement of the corpus as token ids, read from a file that is made the first time. The file's name is a digest of the
-        documents, the tokenizer and what else decides the ids.
+        """One arrangement of the corpus as token ids, read from a file that is made the first time.
+        The file's name is a digest of the documents, the tokenizer and what else decides the ids.
         """
         seed, end_ids = self._seed(arrangement), self.spec.end_token_ids
         documents = self.corpus.epoch(seed)
-        digest = hashlib.sha256(repr((self.tokenizer.to_str(), end_ids, self.fim_rate, seed)).encode())
+        digest = hashlib.sha256(
+            repr((self.tokenizer.to_str(), end_ids, self.fim_rate, seed)).encode()
+        )
         for document in documents:
             digest.update(hashlib.sha256(document.text.encode()).digest())
         path = self.options.work / f"tokens-{digest.hexdigest()[:32]}.npy"
         if not path.exists():
             partial = path.with_suffix(".partial.npy")
-            np.save(partial, corpus.token_stream(documents, self.tokenizer, end_ids, self.fim_rate, seed))
+            np.save(
+                partial,
+                corpus.token_stream(documents, self.tokenizer, end_ids, self.fim_rate, seed),
+            )
             os.replace(partial, path)
         stream: np.ndarray = np.load(path, mmap_mode="r")
         return stream
@@ -161,7 +224,9 @@ class Data:
         return self.options.seed * 1000 + epoch
 
     def _first_positions(self, number: int, batch: int, length: int) -> np.ndarray:
-        """Half the rows start at 0, half anywhere they fit, so that every learned position is trained from the first epoch on."""
+        """Half the rows start at 0, half anywhere they fit, so that every learned position is
+        trained from the first epoch on.
+        """
         rng = np.random.default_rng((self.options.seed, number))
         anywhere = rng.integers(0, self.spec.max_positions - length + 1, batch)
         return np.where(rng.random(batch) < 0.5, 0, anywhere)

@@ -1,4 +1,6 @@
-"""The output of a finished training run: a checkpoint folder that onehead and transformers both read, and its loss curve."""
+"""The output of a finished training run: a checkpoint folder that onehead and transformers both
+read, and its loss curve.
+"""
 
 import json
 from pathlib import Path
@@ -16,9 +18,13 @@ from model.checkpoint.saving import save_decoder
 from model.decoder import Decoder
 
 
-def export(options: TrainOptions, decoder: Decoder, tokenizer: Tokenizer, state: TrainState) -> None:
+def export(
+    options: TrainOptions, decoder: Decoder, tokenizer: Tokenizer, state: TrainState
+) -> None:
     """Writes config, bfloat16 weights, tokenizer files and loss curve to options.output."""
-    config = gpt_bigcode.config_from_spec(decoder.spec) | {"multi_query": options.attention == "multi_query"}
+    config = gpt_bigcode.config_from_spec(decoder.spec) | {
+        "multi_query": options.attention == "multi_query"
+    }
     save_decoder(options.output, decoder, torch.bfloat16, config)
     tokenizer.save(str(options.output / "tokenizer.json"))
     _write_json(
@@ -34,22 +40,41 @@ def export(options: TrainOptions, decoder: Decoder, tokenizer: Tokenizer, state:
         },
     )
     end = decoder.spec.end_token_ids[0]
-    _write_json(options.output / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
+    _write_json(
+        options.output / "generation_config.json", {"bos_token_id": end, "eos_token_id": end}
+    )
     plot_losses(options.output / "loss.svg", state)
 
 
 def plot_losses(path: Path, state: TrainState) -> None:
-    """The loss of every step, smoothed, and the held-out loss at each save, as an SVG; without matplotlib, nothing."""
+    """The loss of every step, smoothed, and the held-out loss at each save, as an SVG; without
+    matplotlib, nothing.
+    """
     plt = load_pyplot()
     if plt is None:
         return
     width = max(1, len(state.losses) // 200)
     smooth = np.convolve(state.losses, np.ones(width) / width, mode="valid")
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
-    axes.plot(np.arange(len(smooth)) + width, smooth, linewidth=1.2, label="training (a share as fill-in-the-middle)")
+    axes.plot(
+        np.arange(len(smooth)) + width,
+        smooth,
+        linewidth=1.2,
+        label="training (a share as fill-in-the-middle)",
+    )
     if state.held_out:
-        axes.plot(*zip(*state.held_out, strict=True), marker="o", markersize=3, linewidth=1.2, label="held-out modules")
-    axes.set(xlabel="step", ylabel="loss, nats per token", ylim=(min(smooth) * 0.9, min(6.0, max(smooth) * 1.05)))
+        axes.plot(
+            *zip(*state.held_out, strict=True),
+            marker="o",
+            markersize=3,
+            linewidth=1.2,
+            label="held-out modules",
+        )
+    axes.set(
+        xlabel="step",
+        ylabel="loss, nats per token",
+        ylim=(min(smooth) * 0.9, min(6.0, max(smooth) * 1.05)),
+    )
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.savefig(path, metadata={"Date": None})

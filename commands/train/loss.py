@@ -1,7 +1,9 @@
-"""The training loss, compiled on a GPU; bfloat16 autocast where the hardware multiplies it natively.
+"""The training loss, compiled on a GPU; bfloat16 autocast where the hardware multiplies it
+natively.
 
-On a CPU nothing is compiled: measured on two cores, a compiled step takes as long as another, and the compiler up to two minutes.
-Invariant: compiled or not, the same loss up to rounding. Knows nothing of optimizers and of where batches come from.
+On a CPU nothing is compiled: measured on two cores, a compiled step takes as long as another, and
+the compiler up to two minutes. Invariant: compiled or not, the same loss up to rounding. Knows
+nothing of optimizers and of where batches come from.
 
 Shape letters: N tokens of the batch, V vocabulary.
 """
@@ -31,28 +33,43 @@ def multiplies_bfloat16(device: str) -> bool:
 
 
 class Loss:
-    """Mean cross-entropy of a batch. `compiler` is a backend of torch.compile; what it refuses is computed without it, after one line."""
+    """Mean cross-entropy of a batch. `compiler` is a backend of torch.compile; what it refuses is
+    computed without it, after one line.
+    """
 
-    def __init__(self, decoder: Decoder, device: str, compiler: str | Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self, decoder: Decoder, device: str, compiler: str | Callable[..., Any] | None = None
+    ) -> None:
         self.decoder, self.device, self.compiler = decoder, device, compiler
         self._functions: dict[int, LossFunction] = {}
 
-    def __call__(self, ids_N: Tensor, targets_N: Tensor, positions_N: Tensor, length: int) -> Tensor:
+    def __call__(
+        self, ids_N: Tensor, targets_N: Tensor, positions_N: Tensor, length: int
+    ) -> Tensor:
         """-> nats per token, of sequences of `length` tokens each."""
         if length not in self._functions:
             self._functions[length] = self._function(length)
-        self.decoder.num_parts_run = 0  # The compiler takes it for a constant, and would compile again when it has changed.
+        self.decoder.num_parts_run = (
+            0  # The compiler takes it for a constant, and would compile again when it has changed.
+        )
         try:
             return self._functions[length](ids_N, targets_N, positions_N)
         except TorchDynamoException as error:
             reason = " ".join(str(error).split())[:300]
-            print(f"onehead train: the loss cannot be compiled, so that steps take longer: {reason}", file=sys.stderr)
+            print(
+                f"onehead train: the loss cannot be compiled, so that steps take longer: {reason}",
+                file=sys.stderr,
+            )
             self.compiler = None
             self._functions.clear()
             return self(ids_N, targets_N, positions_N, length)
 
     def _function(self, length: int) -> LossFunction:
-        decoder, attend, device = self.decoder, CausalAttention(length, self.decoder.spec), self.device
+        decoder, attend, device = (
+            self.decoder,
+            CausalAttention(length, self.decoder.spec),
+            self.device,
+        )
         enabled = multiplies_bfloat16(device)
 
         def loss(ids_N: Tensor, targets_N: Tensor, positions_N: Tensor) -> Tensor:
@@ -62,5 +79,7 @@ class Loss:
 
         if self.compiler is None:
             return loss
-        compiled: LossFunction = torch.compile(loss, dynamic=False, fullgraph=True, backend=self.compiler)
+        compiled: LossFunction = torch.compile(
+            loss, dynamic=False, fullgraph=True, backend=self.compiler
+        )
         return compiled

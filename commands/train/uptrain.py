@@ -1,6 +1,8 @@
-"""What `onehead train --init` does besides training: it reads the checkpoint to go on from, and writes one of the same layout.
+"""What `onehead train --init` does besides training: it reads the checkpoint to go on from, and
+writes one of the same layout.
 
-All files but the weights are copied from it. Knows nothing of optimizers, and of steps only how many there were.
+All files but the weights are copied from it. Knows nothing of optimizers, and of steps only how
+many there were.
 """
 
 from pathlib import Path
@@ -26,35 +28,52 @@ from model.spec import ModelSpec, OptionError
 
 
 def load(options: TrainOptions, folder: Path) -> tuple[Tokenizer, Decoder]:
-    """A checkpoint's tokenizer, and its decoder ready to be trained. Raises OptionError and CheckpointError."""
+    """A checkpoint's tokenizer, and its decoder ready to be trained. Raises OptionError and
+    CheckpointError.
+    """
     if options.output.resolve() == folder.resolve():
         raise OptionError(f"output {options.output} is the folder of init, expected another")
     spec = read_spec(folder)
-    only_pooled(folder)  # Checks conversion.json before hours of training: `export` reads it at the end.
+    only_pooled(
+        folder
+    )  # Checks conversion.json before hours of training: `export` reads it at the end.
     if options.sequence > spec.max_positions:
         raise OptionError(
-            f"sequence {options.sequence} is longer than the positions of {folder}, of which there are {spec.max_positions}; "
+            f"sequence {options.sequence} is longer than the positions of {folder}, of which "
+            f"there are {spec.max_positions}; "
             f"give --sequence {spec.max_positions}"
         )
     tokenizer = corpus.read_tokenizer(folder, spec.vocab_size)
-    return tokenizer, load_decoder(folder, spec, torch.float32, torch.device("cpu")).requires_grad_(True)
+    return tokenizer, load_decoder(folder, spec, torch.float32, torch.device("cpu")).requires_grad_(
+        True
+    )
 
 
-def yardstick(folder: Path, documents: list[corpus.Document], tokenizer: Tokenizer, spec: ModelSpec) -> np.ndarray | None:
-    """The sequences that the losses in a folder's record belong to; None where it has none, or these documents give others."""
+def yardstick(
+    folder: Path, documents: list[corpus.Document], tokenizer: Tokenizer, spec: ModelSpec
+) -> np.ndarray | None:
+    """The sequences that the losses in a folder's record belong to; None where it has none, or
+    these documents give others.
+    """
     record = read_record(folder)
     if record is None or record["held_out"] is None:
         return None
     rows_BU = comparison_rows(documents, tokenizer, spec)
     if fingerprint(rows_BU) == record["held_out"]:
         return rows_BU
-    others = "its losses are of other sequences than this --data gives; convert again with it to compare"
+    others = (
+        "its losses are of other sequences than this --data gives; convert again with it to compare"
+    )
     print(f"{folder / RECORD}: {others}")
     return None
 
 
-def export(output: Path, folder: Path, decoder: Decoder, state: TrainState, rows_BU: np.ndarray | None) -> None:
-    """Writes `output` in the layout and dtype of `folder`, which training began from, with its record. `rows_BU` as from `yardstick`."""
+def export(
+    output: Path, folder: Path, decoder: Decoder, state: TrainState, rows_BU: np.ndarray | None
+) -> None:
+    """Writes `output` in the layout and dtype of `folder`, which training began from, with its
+    record. `rows_BU` as from `yardstick`.
+    """
     spec, config, steps = decoder.spec, read_json(folder / NAME), state.step
     if config.get(KEY) is not None:
         steps += config[KEY]["uptrained_steps"]

@@ -1,9 +1,11 @@
-"""Ray Serve in front of onehead: replicas of `onehead serve`, and an ingress that routes requests to them by their prefix.
+"""Ray Serve in front of onehead: replicas of `onehead serve`, and an ingress that routes requests
+to them by their prefix.
 
     serve run deploy.ray.app:app options="--model FOLDER" max_replicas=2
 
-A replica is a Ray actor with one server as its child process, which it passes requests to. Invariant: replica and server live and end
-together, and the bytes of an answer are the server's own. It knows no dialect.
+A replica is a Ray actor with one server as its child process, which it passes requests to.
+Invariant: replica and server live and end together, and the bytes of an answer are the server's
+own. It knows no dialect.
 """
 
 import asyncio
@@ -35,22 +37,34 @@ from server.errors import BodyTooLarge
 from server.http.body import read_bytes
 
 DRAIN_SECONDS = 60
-"""Time that open requests get when a replica ends: Ray waits for them, and then the server as long again for what is left. Ray sends such a
-replica nothing new, so that a resumable stream that has lost its connection cannot be read again meanwhile: that is answered 410.
+"""Time that open requests get when a replica ends: Ray waits for them, and then the server as long
+again for what is left. Ray sends such a replica nothing new, so that a resumable stream that has
+lost its connection cannot be read again meanwhile: that is answered 410.
 """
-OWN_OPTIONS = {"host", "port", "server.lb_grace", "server.drain_timeout", "server.trusted_proxies", "server.max_body_bytes"}
+OWN_OPTIONS = {
+    "host",
+    "port",
+    "server.lb_grace",
+    "server.drain_timeout",
+    "server.trusted_proxies",
+    "server.max_body_bytes",
+}
 """Options of onehead serve that a replica gives to its server itself."""
 UNUSABLE_OPTIONS = {"server.tls_certificate", "server.tls_key", "server.root_path"}
 """Options with which its server could not be reached as it is here."""
 ATTEMPTS = 2
-"""Replicas that are sent a request in turn, where one ends before any of its answer has been passed on."""
+"""Replicas that are sent a request in turn, where one ends before any of its answer has been passed
+on."""
 EVENTS = "text/event-stream"
-HOP_HEADERS = frozenset({"connection", "keep-alive", "transfer-encoding", "upgrade", "te", "trailer"})
+HOP_HEADERS = frozenset(
+    {"connection", "keep-alive", "transfer-encoding", "upgrade", "te", "trailer"}
+)
 """Headers of one connection: those on the other side of a proxy are its own."""
 REQUEST_HEADERS = HOP_HEADERS | {"host", "content-length", "expect", "x-forwarded-for"}
 """Headers of a request that are made anew for the server."""
 ANSWER_HEADERS = HOP_HEADERS | {"date", "server", "x-request-id"}
-"""Headers of an answer that Ray's proxy adds itself; x-request-id is the one that it has passed on."""
+"""Headers of an answer that Ray's proxy adds itself; x-request-id is the one that it has passed
+on."""
 Head = tuple[str, int, list[tuple[str, str]]]
 """Of an answer: the replica that gives it, status and headers."""
 
@@ -62,23 +76,43 @@ class Settings(BaseModel):
     options: str = Field("", description="options of onehead serve, as on its command line")
     min_replicas: int = Field(1, ge=1)
     max_replicas: int = Field(4, ge=1)
-    target_requests: float = Field(32, gt=0, description="open requests of a replica beyond which Ray starts another one")
-    upscale_delay: float = Field(15, ge=0, description="seconds of too many requests before a replica is started")
+    target_requests: float = Field(
+        32, gt=0, description="open requests of a replica beyond which Ray starts another one"
+    )
+    upscale_delay: float = Field(
+        15, ge=0, description="seconds of too many requests before a replica is started"
+    )
     downscale_delay: float = Field(300, ge=0, description="seconds of too few before one is ended")
-    cpus: float = Field(1, gt=0, description="processors of a replica: Ray sets OMP_NUM_THREADS to it, which onehead follows")
+    cpus: float = Field(
+        1,
+        gt=0,
+        description="processors of a replica: Ray sets OMP_NUM_THREADS to it, which onehead follows",  # noqa: E501
+    )
     gpus: float = Field(0, ge=0, description="GPUs of a replica")
     affinity: bool = Field(True, description="whether a prompt goes where its prefix is cached")
-    max_body_bytes: int = Field(2 * 2**20, ge=1024, le=2**30, description="longest request body; longer ones get 413")
+    max_body_bytes: int = Field(
+        2 * 2**20, ge=1024, le=2**30, description="longest request body; longer ones get 413"
+    )
 
     @field_validator("options")
     @classmethod
     def _only_free_options(cls, options: str) -> str:
-        """Refuses options that would be accepted and have no effect, or leave no server to be reached."""
+        """Refuses options that would be accepted and have no effect, or leave no server to be
+        reached.
+        """
         for word in shlex.split(options):
             name = word.partition("=")[0].removeprefix("--").replace("-", "_")
             if word.startswith("--") and name in OWN_OPTIONS | UNUSABLE_OPTIONS:
-                why = "is set by deploy/ray/app.py" if name in OWN_OPTIONS else "cannot be used behind Ray Serve"
-                instead = "give the argument max_body_bytes" if name == "server.max_body_bytes" else "leave it out"
+                why = (
+                    "is set by deploy/ray/app.py"
+                    if name in OWN_OPTIONS
+                    else "cannot be used behind Ray Serve"
+                )
+                instead = (
+                    "give the argument max_body_bytes"
+                    if name == "server.max_body_bytes"
+                    else "leave it out"
+                )
                 raise ValueError(f"--{name} {why}; {instead}")
         return options
 
@@ -89,21 +123,46 @@ class Replica:
     async def __init__(self, options: list[str]) -> None:  # type: ignore[misc]  # Ray awaits it.
         self.name: str = serve.get_replica_context().replica_id.unique_id
         self.ending = False
-        arguments = "serve", *options, "--host", "127.0.0.1", "--port", "0", "--server.lb_grace", "0"
-        proxy = "--server.drain_timeout", str(DRAIN_SECONDS), "--server.trusted_proxies", "127.0.0.1"
-        # In a session of its own, so that a signal to Ray's processes reaches it through `__del__` alone.
+        arguments = (
+            "serve",
+            *options,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            "0",
+            "--server.lb_grace",
+            "0",
+        )
+        proxy = (
+            "--server.drain_timeout",
+            str(DRAIN_SECONDS),
+            "--server.trusted_proxies",
+            "127.0.0.1",
+        )
+        # In a session of its own, so that a signal to Ray's processes reaches it through `__del__`
+        # alone.
         self.server = subprocess.Popen(
-            child_command("commands.cli", *arguments, *proxy), stdout=subprocess.PIPE, text=True, start_new_session=True
+            child_command("commands.cli", *arguments, *proxy),
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
         assert self.server.stdout is not None
-        line = await asyncio.to_thread(self.server.stdout.readline)  # It is written when the engine is ready.
+        line = await asyncio.to_thread(
+            self.server.stdout.readline
+        )  # It is written when the engine is ready.
         port = re.search(r":(\d+)\b(?!.*:\d)", line)
         if port is None:
-            raise RuntimeError(f"onehead serve ended with status {self.server.wait()}; its messages are in this replica's log")
+            raise RuntimeError(
+                f"onehead serve ended with status {self.server.wait()}; its messages are in this "
+                "replica's log"
+            )
         self.url = f"http://127.0.0.1:{port[1]}"
         threading.Thread(target=self._watch, daemon=True).start()
         self.session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None),
+            auto_decompress=False,
         )
 
     def _watch(self) -> None:
@@ -120,7 +179,9 @@ class Replica:
             self.server.wait()
 
     async def check_health(self) -> None:
-        """Raises RuntimeError where this replica should be replaced. /health is 200 also while the server replaces its engine."""
+        """Raises RuntimeError where this replica should be replaced. /health is 200 also while the
+        server replaces its engine.
+        """
         async with self.session.get(f"{self.url}/health") as answer:
             if answer.status != HTTPStatus.OK:
                 raise RuntimeError(f"/health answers {answer.status}: {await answer.text()}")
@@ -135,8 +196,8 @@ class Replica:
         return self.name, items[0][1], b"".join(items[1:-1]).decode()
 
     async def __call__(self, call: Call) -> AsyncIterator[Head | bytes | None]:
-        """Passes a request on. Yields status and headers, the body as it comes, and None at its end; when this is not awaited to its end,
-        the request is cancelled.
+        """Passes a request on. Yields status and headers, the body as it comes, and None at its
+        end; when this is not awaited to its end, the request is cancelled.
         """
         if call.replica not in ("", self.name):
             yield self.name, HTTPStatus.GONE, [("content-type", "application/json")]
@@ -153,12 +214,20 @@ class Replica:
         )
         try:
             async with request as answer:
-                yield self.name, answer.status, [(k, v) for k, v in answer.headers.items() if k.lower() not in ANSWER_HEADERS]
+                yield (
+                    self.name,
+                    answer.status,
+                    [(k, v) for k, v in answer.headers.items() if k.lower() not in ANSWER_HEADERS],
+                )
                 pieces = answer.content.iter_any()
-                async for piece in answers.whole_events(pieces) if answer.content_type == EVENTS else pieces:
+                async for piece in (
+                    answers.whole_events(pieces) if answer.content_type == EVENTS else pieces
+                ):
                     yield piece
             yield None
-        except aiohttp.ClientError:  # The server has ended. Without None the answer is not whole, and `_watch` ends this replica.
+        # The server has ended. Without None the answer is not whole, and `_watch` ends this
+        # replica.
+        except aiohttp.ClientError:
             return
 
 
@@ -175,7 +244,11 @@ class Ingress:
         try:
             body = await read_bytes(request, self.max_body_bytes)
         except BodyTooLarge:
-            return Response(answers.too_large(request.url.path, self.max_body_bytes), 413, media_type="application/json")
+            return Response(
+                answers.too_large(request.url.path, self.max_body_bytes),
+                413,
+                media_type="application/json",
+            )
         call = call_of(request, body)
         stream = re.fullmatch(r"/v1/streams/([^/?]+)", request.url.path)
         if stream is not None:
@@ -185,17 +258,30 @@ class Ingress:
     async def _metrics(self, call: Call) -> Response:
         """The metrics of all replicas, each sample with the label `replica`."""
         told = await self._ask_all("whole", call)
-        refusal = next((Response(text, status, media_type="application/json") for _, status, text in told if status != HTTPStatus.OK), None)
-        return refusal or Response(answers.labelled({name: text for name, _, text in told}), media_type="text/plain; version=0.0.4")
+        refusal = next(
+            (
+                Response(text, status, media_type="application/json")
+                for _, status, text in told
+                if status != HTTPStatus.OK
+            ),
+            None,
+        )
+        return refusal or Response(
+            answers.labelled({name: text for name, _, text in told}),
+            media_type="text/plain; version=0.0.4",
+        )
 
     async def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
         """What each replica returns, without those that have just ended."""
-        results = await self.replicas.broadcast(method, *arguments).results_async(return_exceptions=True)
+        results = await self.replicas.broadcast(method, *arguments).results_async(
+            return_exceptions=True
+        )
         return [result for result in results if not isinstance(result, BaseException)]
 
     async def _resume(self, stream: str, call: Call) -> Response:
-        """From the stream's replica. Where that is not known, because this ingress is new, each is asked until one has the stream, which an
-        error does not show. Where none has it, the last answer that says more than that it was not found.
+        """From the stream's replica. Where that is not known, because this ingress is new, each is
+        asked until one has the stream, which an error does not show. Where none has it, the last
+        answer that says more than that it was not found.
         """
         if owner := self.owners.find(stream):
             response = await self._answer(replace(call, replica=owner))
@@ -229,9 +315,15 @@ class Ingress:
             values = {key.lower(): value for key, value in headers}
             if stream := values.get("x-stream-id"):
                 self.owners.remember(stream, name)
-            ending = answers.lost(call.path) if values.get("content-type", "").startswith(EVENTS) else None
+            ending = (
+                answers.lost(call.path)
+                if values.get("content-type", "").startswith(EVENTS)
+                else None
+            )
             response = StreamingResponse(passed_on(first, pieces, ending), status)
-            response.raw_headers = [(key.lower().encode(), value.encode("latin-1")) for key, value in headers]
+            response.raw_headers = [
+                (key.lower().encode(), value.encode("latin-1")) for key, value in headers
+            ]
             return response
         return refused(call.path)
 
@@ -250,7 +342,9 @@ def call_of(request: Request, body: bytes) -> Call:
 
 
 async def passed_on(first: bytes | None, pieces: Any, ending: bytes | None) -> AsyncIterator[bytes]:
-    """The body. Where its replica ends before it does, a stream of events ends with `ending`; any other body is cut."""
+    """The body. Where its replica ends before it does, a stream of events ends with `ending`; any
+    other body is cut.
+    """
     piece = first
     try:
         while piece is not None:
@@ -283,16 +377,26 @@ def app(settings: Settings) -> serve.Application:
             downscale_delay_s=settings.downscale_delay,
         ),
         request_router_config=RequestRouterConfig(
-            request_router_class="deploy.ray.router.PrefixRouter", request_router_kwargs={"affinity": settings.affinity}
+            request_router_class="deploy.ray.router.PrefixRouter",
+            request_router_kwargs={"affinity": settings.affinity},
         ),
-        max_ongoing_requests=1024,  # The server has a queue of its own, and answers 429 beyond its limits.
+        # The server has a queue of its own, and answers 429 beyond its limits.
+        max_ongoing_requests=1024,
         max_queued_requests=4096,  # While no replica takes requests; more are answered 503.
         health_check_period_s=5,
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=2 * DRAIN_SECONDS + 10,
     )
     ingress = serve.deployment(
-        Ingress, name="ingress", max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}, graceful_shutdown_timeout_s=DRAIN_SECONDS
+        Ingress,
+        name="ingress",
+        max_ongoing_requests=10_000,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=DRAIN_SECONDS,
     )
-    options = [*shlex.split(settings.options), "--server.max_body_bytes", str(settings.max_body_bytes)]
+    options = [
+        *shlex.split(settings.options),
+        "--server.max_body_bytes",
+        str(settings.max_body_bytes),
+    ]
     return ingress.bind(replicas.bind(options), settings.max_body_bytes)

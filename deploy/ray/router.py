@@ -1,6 +1,8 @@
-"""A request router for Ray Serve that sends a prompt where its prefix is cached. The rule is in `affinity`; this is Ray's interface to it.
+"""A request router for Ray Serve that sends a prompt where its prefix is cached. The rule is in
+`affinity`; this is Ray's interface to it.
 
-Invariant: a request that names its replica goes to that one while it runs; any other may go to every replica, the preferred one first.
+Invariant: a request that names its replica goes to that one while it runs; any other may go to
+every replica, the preferred one first.
 """
 
 from collections import Counter
@@ -12,8 +14,8 @@ from deploy.ray.affinity import Call, PrefixTable
 
 
 class PrefixRouter(RequestRouter):
-    """Routes by prefix, and by load where no replica knows the prefix or those that do are much busier than others. With `affinity` False
-    by load alone, which is there to be compared with.
+    """Routes by prefix, and by load where no replica knows the prefix or those that do are much
+    busier than others. With `affinity` False by load alone, which is there to be compared with.
     """
 
     def initialize_state(self, affinity: bool = True, **table: int) -> None:
@@ -21,7 +23,8 @@ class PrefixRouter(RequestRouter):
         self._affinity = affinity
         self._table = PrefixTable(**table)
         self._loads: Counter[Any] = Counter()
-        """Open requests by the replica's id, as Ray's cache of them has it, but not forgotten after 10 seconds without a new request."""
+        """Open requests by the replica's id, as Ray's cache of them has it, but not forgotten after
+        10 seconds without a new request."""
 
     def on_send_request(self, replica_id: Any) -> None:
         """Called by Ray when it sends a request."""
@@ -43,16 +46,26 @@ class PrefixRouter(RequestRouter):
         super().update_replicas(replicas)
         self._table.keep_only(replica.replica_id.unique_id for replica in replicas)
         ids = {replica.replica_id for replica in replicas}
-        self._loads = Counter({replica_id: load for replica_id, load in self._loads.items() if replica_id in ids})
+        self._loads = Counter(
+            {replica_id: load for replica_id, load in self._loads.items() if replica_id in ids}
+        )
 
     async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """The preferred replica, and then the others."""
-        call: Any = pending_request.args[0] if pending_request is not None and pending_request.args else None
+        call: Any = (
+            pending_request.args[0]
+            if pending_request is not None and pending_request.args
+            else None
+        )
         if pending_request is None or not isinstance(call, Call):
             return [candidate_replicas]
-        pending_request.routing_context.should_backoff = True  # Ray then waits before it asks again, where every replica is full.
+        pending_request.routing_context.should_backoff = (
+            True  # Ray then waits before it asks again, where every replica is full.
+        )
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         if call.replica in replicas:
             return [[replicas[call.replica]]]

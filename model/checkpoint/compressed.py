@@ -1,9 +1,12 @@
-"""Matrices that compressed-tensors packed to 4 bits, as model.checkpoint.weights reads those of safetensors files.
+"""Matrices that compressed-tensors packed to 4 bits, as model.checkpoint.weights reads those of
+safetensors files.
 
-In the place of NAME there are NAME_packed, int32 [rows, columns / 8] with the numbers of eight columns in a word, the first in its lowest
-bits; NAME_scale [rows, groups of columns]; NAME_shape [2]; and NAME_zero_point, int32 [rows / 8, groups] with those of eight rows in a
-word, where numbers are not symmetric. A weight is (number - zero point) * scale, both from 0 to 15, and the zero point 8 where none is
-stored. Invariant: `read` gives these products rounded once, to float32. It knows nothing of decoders.
+In the place of NAME there are NAME_packed, int32 [rows, columns / 8] with the numbers of eight
+columns in a word, the first in its lowest bits; NAME_scale [rows, groups of columns]; NAME_shape
+[2]; and NAME_zero_point, int32 [rows / 8, groups] with those of eight rows in a word, where numbers
+are not symmetric. A weight is (number - zero point) * scale, both from 0 to 15, and the zero point
+8 where none is stored. Invariant: `read` gives these products rounded once, to float32. It knows
+nothing of decoders.
 
 Shape letters: R rows, C columns, G groups of a row, N blocks of 32 columns.
 """
@@ -30,16 +33,25 @@ _SHIFTS = torch.arange(0, 32, 4, dtype=torch.int32)[:, None]
 
 
 def with_compressed(folder: Path, files: Mapping[str, SafetensorsFile]) -> Mapping[str, Reader]:
-    """The tensors of a folder with one matrix in the place of what each was packed into. Raises CheckpointError."""
+    """The tensors of a folder with one matrix in the place of what each was packed into. Raises
+    CheckpointError.
+    """
     rest: dict[str, Reader] = dict(files)
     groups: set[tuple[int, bool]] = set()
     for name in (name.removesuffix("_packed") for name in files if name.endswith(".weight_packed")):
-        groups = groups or packed_groups(config := Config(read_json(folder / NAME), str(folder / NAME)))
+        groups = groups or packed_groups(
+            config := Config(read_json(folder / NAME), str(folder / NAME))
+        )
         if not groups:
             raise config.wrong(KEY, f"an object that describes {name}_packed")
         if name in files:
-            raise CheckpointError(f"{files[name].path}: tensor {name} occurs beside {name}_packed; expected one of them")
-        stored = {part: files[f"{name}_{part}"] for part in PARTS if rest.pop(f"{name}_{part}", None)}
+            raise CheckpointError(
+                f"{files[name].path}: tensor {name} occurs beside {name}_packed; expected one of "
+                "them"
+            )
+        stored = {
+            part: files[f"{name}_{part}"] for part in PARTS if rest.pop(f"{name}_{part}", None)
+        }
         rest[name] = CompressedMatrix(name, stored, groups)
     return rest
 
@@ -47,23 +59,40 @@ def with_compressed(folder: Path, files: Mapping[str, SafetensorsFile]) -> Mappi
 class CompressedMatrix:
     """The Reader of one packed matrix, whose tensors have been checked."""
 
-    def __init__(self, name: str, stored: Mapping[str, SafetensorsFile], groups: set[tuple[int, bool]]) -> None:
+    def __init__(
+        self, name: str, stored: Mapping[str, SafetensorsFile], groups: set[tuple[int, bool]]
+    ) -> None:
         self.name, self.path = name, stored["packed"].path
         self.paths = [file.path for file in stored.values()]
         self._stored = stored
         self._entries = {part: file.entries[f"{name}_{part}"] for part, file in stored.items()}
         self._size = self._group_size(groups)
-        self.entries = {name: Entry("F32", self._shape, self._entries["packed"].begin, sum(e.num_bytes for e in self._entries.values()))}
+        self.entries = {
+            name: Entry(
+                "F32",
+                self._shape,
+                self._entries["packed"].begin,
+                sum(e.num_bytes for e in self._entries.values()),
+            )
+        }
 
     def _group_size(self, groups: set[tuple[int, bool]]) -> int:
         """The number of columns of a group, which all shapes follow from."""
         found = {part: [entry.dtype, *entry.shape] for part, entry in self._entries.items()}
         if found.pop("shape", None) != ["I64", 2]:
-            raise CheckpointError(f"{self.path}: {self.name}_shape must be two numbers of dtype I64, of rows and columns, and is not")
-        rows, columns = self._shape = tuple(self._fill("shape", torch.empty(2, dtype=torch.int64), 0).tolist())
+            raise CheckpointError(
+                f"{self.path}: {self.name}_shape must be two numbers of dtype I64, of rows and "
+                "columns, and is not"
+            )
+        rows, columns = self._shape = tuple(
+            self._fill("shape", torch.empty(2, dtype=torch.int64), 0).tolist()
+        )
         scales = [dtype for dtype in SCALES if dtype in found.get("scale", ())] or SCALES[:1]
         for size, symmetric in sorted(groups):
-            expected = {"packed": ["I32", rows, columns // 8], "scale": [*scales, rows, columns // size]}
+            expected = {
+                "packed": ["I32", rows, columns // 8],
+                "scale": [*scales, rows, columns // size],
+            }
             expected |= {} if symmetric else {"zero_point": ["I32", -(-rows // 8), columns // size]}
             if min(rows, columns) > 0 and columns % size == 0 and found == expected:
                 return size
@@ -92,21 +121,38 @@ class CompressedMatrix:
         for first in range(0, num_rows, step):
             numbers_RC, *heads = self._rows(first, min(step, num_rows - first))
             low_N, high_N = numbers_RC.view(-1, 2, BLOCK // 2).unbind(1)
-            scale_N1, zero_N1 = (head.repeat_interleave(self._size // BLOCK, dim=1).view(-1, 1) for head in heads)
+            scale_N1, zero_N1 = (
+                head.repeat_interleave(self._size // BLOCK, dim=1).view(-1, 1) for head in heads
+            )
             scale_N1 = scale_N1.half().float()
             with named(self.path, self.name):
-                blocks_NB = joined((scale_N1, -zero_N1 * scale_N1) if "zero_point" in self._stored else (scale_N1,), low_N | high_N << 4)
+                blocks_NB = joined(
+                    (scale_N1, -zero_N1 * scale_N1)
+                    if "zero_point" in self._stored
+                    else (scale_N1,),
+                    low_N | high_N << 4,
+                )
             yield blocks_NB.view(len(numbers_RC), -1)
 
     def _rows(self, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """(numbers_RC as uint8, scale_RG1, zero_RG1 in float32) of some rows."""
         groups = self._shape[1] // self._size
-        packed_RC = self._fill("packed", torch.empty(count, self._shape[1] // 8, dtype=torch.int32), first).view(torch.uint8)
+        packed_RC = self._fill(
+            "packed", torch.empty(count, self._shape[1] // 8, dtype=torch.int32), first
+        ).view(torch.uint8)
         numbers_RC = torch.stack([packed_RC & 15, packed_RC >> 4], dim=-1).flatten(1)
-        scale_RG = self._fill("scale", torch.empty(count, groups, dtype=DTYPES[self._entries["scale"].dtype]), first).float()
+        scale_RG = self._fill(
+            "scale", torch.empty(count, groups, dtype=DTYPES[self._entries["scale"].dtype]), first
+        ).float()
         zero_RG = torch.full_like(scale_RG, SYMMETRIC)
         if "zero_point" in self._stored:
             begin, end = first // 8, -(-(first + count) // 8)
-            words_RG = self._fill("zero_point", torch.empty(end - begin, groups, dtype=torch.int32), begin)
-            zero_RG = (words_RG[:, None] >> _SHIFTS & 15).flatten(0, 1)[first - 8 * begin :][:count].float()
+            words_RG = self._fill(
+                "zero_point", torch.empty(end - begin, groups, dtype=torch.int32), begin
+            )
+            zero_RG = (
+                (words_RG[:, None] >> _SHIFTS & 15)
+                .flatten(0, 1)[first - 8 * begin :][:count]
+                .float()
+            )
         return numbers_RC, scale_RG[..., None], zero_RG[..., None]

@@ -1,6 +1,8 @@
-"""config.json and its neighbours, read strictly: every key is read with its type and bounds, and errors name the key.
+"""config.json and its neighbours, read strictly: every key is read with its type and bounds, and
+errors name the key.
 
-Invariant: keys that were never read are known (`unread`), so that they can be reported. It knows no family and no torch.
+Invariant: keys that were never read are known (`unread`), so that they can be reported. It knows no
+family and no torch.
 """
 
 import reprlib
@@ -13,27 +15,34 @@ from model.spec import CheckpointError
 
 NAME = "config.json"
 MOST = 2**31 - 1
-# More than any published checkpoint has, and small enough that a malicious config costs neither time nor memory.
+# More than any published checkpoint has, and small enough that a malicious config costs neither
+# time nor memory.
 MOST_LAYERS, MOST_COLUMNS = 1024, 8192
 # Keys that do not affect serving: provenance, training, and how transformers itself runs a model.
 _HARMLESS = """
-_attn_implementation _attn_implementation_autoset _attn_implementation_internal _auto_class _commit_hash _experts_implementation
-_experts_implementation_internal _flash_attn_2_enabled _from_model_config _model_name_or_path _name_or_path _sliding_window_pattern
-apply_residual_connection_post_layernorm architectures attention_dropout attention_softmax_in_fp32 attn_implementation attn_pdrop auto_map
-bos_token_id cache_implementation chunk_size_feed_forward cls_token_id dtype embd_pdrop eos_token_id finetuning_task
-gradient_checkpointing hidden_dropout id2label inference_runner initializer_range is_decoder is_encoder_decoder label2id max_batch_size
-max_length max_sequence_length model_type num_labels onehead_conversion output_attentions output_hidden_states output_past
-output_router_logits output_scores pad_key_length pad_token_id pre_allocate_kv_cache pretraining_tp problem_type qk_head_dim resid_pdrop
-return_dict return_dict_in_generate scale_attention_softmax_in_fp32 sep_token_id summary_activation summary_first_dropout
-summary_proj_to_labels summary_type summary_use_proj task_specific_params tf_legacy_loss tie_encoder_decoder tie_word_embeddings
-tokenizer_class torch_dtype torchscript transformers.js_config transformers_version unk_token_id unsloth_fixed unsloth_version
-use_bfloat16 use_cache validate_runner_input
+_attn_implementation _attn_implementation_autoset _attn_implementation_internal _auto_class
+_commit_hash _experts_implementation _experts_implementation_internal _flash_attn_2_enabled
+_from_model_config _model_name_or_path _name_or_path _sliding_window_pattern
+apply_residual_connection_post_layernorm architectures attention_dropout attention_softmax_in_fp32
+attn_implementation attn_pdrop auto_map bos_token_id cache_implementation chunk_size_feed_forward
+cls_token_id dtype embd_pdrop eos_token_id finetuning_task gradient_checkpointing hidden_dropout
+id2label inference_runner initializer_range is_decoder is_encoder_decoder label2id max_batch_size
+max_length max_sequence_length model_type num_labels onehead_conversion output_attentions
+output_hidden_states output_past output_router_logits output_scores pad_key_length pad_token_id
+pre_allocate_kv_cache pretraining_tp problem_type qk_head_dim resid_pdrop return_dict
+return_dict_in_generate scale_attention_softmax_in_fp32 sep_token_id summary_activation
+summary_first_dropout summary_proj_to_labels summary_type summary_use_proj task_specific_params
+tf_legacy_loss tie_encoder_decoder tie_word_embeddings tokenizer_class torch_dtype torchscript
+transformers.js_config transformers_version unk_token_id unsloth_fixed unsloth_version use_bfloat16
+use_cache validate_runner_input
 """
 HARMLESS = frozenset(_HARMLESS.split())
 
 
 def read_json(path: Path, most: int = MOST_CONFIG_BYTES) -> dict[str, Any]:
-    """The object in a JSON file. Raises CheckpointError where it is missing, unreadable, too large or not an object."""
+    """The object in a JSON file. Raises CheckpointError where it is missing, unreadable, too large
+    or not an object.
+    """
     value = read_object(path, most)
     if value is None:
         raise CheckpointError(f"{path}: no such file; a checkpoint folder needs it")
@@ -69,15 +78,32 @@ class Config:
 
     def unread(self) -> list[str]:
         """Keys with a value that were not read and are not known to be harmless."""
-        return sorted(key for key, value in self.values.items() if value is not None and key not in self._read | HARMLESS)
+        return sorted(
+            key
+            for key, value in self.values.items()
+            if value is not None and key not in self._read | HARMLESS
+        )
 
-    def integer(self, key: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
-        """An integer from `least` to `most`; null and absent mean `default`, which has to be in range too."""
+    def integer(
+        self, key: str, default: int | None = None, least: int = 1, most: int = MOST
+    ) -> int:
+        """An integer from `least` to `most`; null and absent mean `default`, which has to be in
+        range too.
+        """
         value = self.get(key)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            bounds = f"an integer of at least {least}" if most == MOST else f"an integer from {least} to {most}"
-            raise self.wrong(key, bounds if value is self.values.get(key) else f"{bounds}; by default it would be {value}")
+            bounds = (
+                f"an integer of at least {least}"
+                if most == MOST
+                else f"an integer from {least} to {most}"
+            )
+            raise self.wrong(
+                key,
+                bounds
+                if value is self.values.get(key)
+                else f"{bounds}; by default it would be {value}",
+            )
         return value
 
     def optional(self, key: str, default: int) -> int | None:
@@ -105,7 +131,9 @@ class Config:
         """A list of `count` numbers above 0."""
         value = self.get(key)
         fits = isinstance(value, list) and len(value) == count
-        if not fits or not all(isinstance(v, int | float) and not isinstance(v, bool) and 0 < v < 1e30 for v in value):
+        if not fits or not all(
+            isinstance(v, int | float) and not isinstance(v, bool) and 0 < v < 1e30 for v in value
+        ):
             raise self.wrong(key, f"a list of {count} numbers above 0")
         return [float(v) for v in value]
 
@@ -129,7 +157,9 @@ class Config:
     def only(self, key: str, *values: Any, why: str) -> None:
         """Raises CheckpointError for any value but these; null and absent are allowed."""
         value = self.get(key)
-        if value is not None and not any(value is v or (type(value) is type(v) and value == v) for v in values):
+        if value is not None and not any(
+            value is v or (type(value) is type(v) and value == v) for v in values
+        ):
             raise CheckpointError(f"{self.path}: {key} is {short(value)}; {why}")
 
     def one_key_value_head(self, key: str, default: int, convertible: bool = True) -> None:
@@ -154,11 +184,15 @@ def end_token_ids(folder: Path, config: Config) -> tuple[int, ...]:
     found: set[int] = set()
     sources = [config]
     if (folder / "generation_config.json").exists():
-        sources.append(Config(read_json(folder / "generation_config.json"), "generation_config.json"))
+        sources.append(
+            Config(read_json(folder / "generation_config.json"), "generation_config.json")
+        )
     for source in sources:
         value = source.get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+        if not all(
+            isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids
+        ):
             raise source.wrong("eos_token_id", "an id, a list of ids or null")
         found.update(ids)
     return tuple(sorted(found))

@@ -1,8 +1,9 @@
-"""Reads the small files of a checkpoint folder: regular files within it, each with a bound on its bytes.
+"""Reads the small files of a checkpoint folder: regular files within it, each with a bound on its
+bytes.
 
-Invariant: nothing is read that could block, like a FIFO, that is larger than its bound, or that a link has elsewhere, since clients are
-shown what such files hold; every error is a CheckpointError that names the file. It knows no keys, no torch, and not what a missing file
-means.
+Invariant: nothing is read that could block, like a FIFO, that is larger than its bound, or that a
+link has elsewhere, since clients are shown what such files hold; every error is a CheckpointError
+that names the file. It knows no keys, no torch, and not what a missing file means.
 """
 
 import json
@@ -13,19 +14,24 @@ from typing import Any
 
 from model.spec import CheckpointError
 
-# Several times what the largest published checkpoints have, and small enough to be parsed in a few hundred MB.
+# Several times what the largest published checkpoints have, and small enough to be parsed in a few
+# hundred MB.
 MOST_CONFIG_BYTES = 2**22
 MOST_LIST_BYTES = 2**25
-"""Of tokenizer_config.json, which may list all added tokens, and of the index, which lists all tensors."""
+"""Of tokenizer_config.json, which may list all added tokens, and of the index, which lists all
+tensors."""
 MOST_TOKENIZER_BYTES = 2**27
 """Of tokenizer.json, and of each file that is converted to one."""
 LFS = b"version https://git-lfs.github.com/"
 KINDS = {
-    LFS: "a pointer of git-lfs, which stands for the file: run `git lfs pull` in the folder, or download the file itself",
+    LFS: "a pointer of git-lfs, which stands for the file: run `git lfs pull` in the folder, or "
+    "download the file itself",
     b"GGUF": "a GGUF file; give its own path as --model",
-    b"PK\x03\x04": "a zip archive, as PyTorch writes pickles, which may run code when they are read: "
+    b"PK\x03\x04": "a zip archive, as PyTorch writes pickles, which may run code when they are "
+    "read: "
     "`onehead convert --model FOLDER --output NEW` makes safetensors of a pytorch_model.bin",
-    b"\x80\x02": "a pickle, which may run code when it is read: `onehead convert` makes safetensors of a newer pytorch_model.bin",
+    b"\x80\x02": "a pickle, which may run code when it is read: `onehead convert` makes "
+    "safetensors of a newer pytorch_model.bin",
     b"<": "a web page (HTML or XML), which a server sent in place of the file; download it again",
     b"\x1f\x8b": "a gzip archive; unpack it",
 }
@@ -43,8 +49,9 @@ def other_kind(data: bytes) -> str | None:
 
 
 def read_file(path: Path, most: int) -> bytes | None:
-    """The bytes of a regular file, None if there is no file of that name. Raises CheckpointError, also for a link out of its folder, but
-    into the blobs of the Hugging Face hub's cache where the folder is a snapshot in it.
+    """The bytes of a regular file, None if there is no file of that name. Raises CheckpointError,
+    also for a link out of its folder, but into the blobs of the Hugging Face hub's cache where the
+    folder is a snapshot in it.
     """
     try:
         with open(path, "rb", opener=open_without_waiting) as file:
@@ -67,7 +74,10 @@ def _check_place(path: Path) -> None:
     found, folder = (Path(os.path.realpath(each)) for each in (path, path.parent))
     in_blobs = folder.parent.name == "snapshots" and found.parent == folder.parent.parent / "blobs"
     if not found.is_relative_to(folder) and not in_blobs:
-        raise CheckpointError(f"{path}: is a link to {found}, outside of its folder, and clients may be shown what it holds; copy the file")
+        raise CheckpointError(
+            f"{path}: is a link to {found}, outside of its folder, and clients may be shown what "
+            "it holds; copy the file"
+        )
 
 
 def first_bytes(path: Path) -> bytes:
@@ -85,7 +95,9 @@ def open_without_waiting(path: str, flags: int) -> int:
 
 
 def read_exactly(path: Path, begin: int, into: memoryview, what: str) -> None:
-    """Fills a buffer from byte `begin` of a file on, which `what` names in messages. Raises CheckpointError."""
+    """Fills a buffer from byte `begin` of a file on, which `what` names in messages. Raises
+    CheckpointError.
+    """
     try:
         with path.open("rb", buffering=0) as file:
             file.seek(begin)
@@ -93,7 +105,9 @@ def read_exactly(path: Path, begin: int, into: memoryview, what: str) -> None:
             while done < len(into):
                 count = file.readinto(into[done:])
                 if not count:
-                    raise CheckpointError(f"{path}: ended within {what}: it became shorter while it was read")
+                    raise CheckpointError(
+                        f"{path}: ended within {what}: it became shorter while it was read"
+                    )
                 done += count
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None

@@ -1,8 +1,9 @@
 """ModelFiles: the digest of a model, by which another one under the same path is recognised.
 
-It covers the spec that was read from config.json and generation_config.json, and every byte of tokenizer.json and of the weight files.
-They are hashed in threads while the rest of the engine is loaded. Invariant: models whose tensors differ have different digests, and files
-that are replaced while they are loaded are an error. It imports no torch.
+It covers the spec that was read from config.json and generation_config.json, and every byte of
+tokenizer.json and of the weight files. They are hashed in threads while the rest of the engine is
+loaded. Invariant: models whose tensors differ have different digests, and files that are replaced
+while they are loaded are an error. It imports no torch.
 """
 
 import hashlib
@@ -29,8 +30,8 @@ def file_digest(path: Path) -> str:
 
 
 def weight_names(folder: Path) -> list[str]:
-    """The safetensors files of a folder without an index: model.safetensors or, where there is none, the shards of one checkpoint by their
-    names, of which some may be missing.
+    """The safetensors files of a folder without an index: model.safetensors or, where there is
+    none, the shards of one checkpoint by their names, of which some may be missing.
     """
     found = [match for name in sorted(os.listdir(folder)) if (match := _SHARD.fullmatch(name))]
     checkpoints = {(match[1], int(match[2])) for match in found}
@@ -41,7 +42,9 @@ def weight_names(folder: Path) -> list[str]:
 
 
 class ModelFiles:
-    """The tokenizer and the weight files of a folder, being hashed. Files that are missing are left to their readers to report."""
+    """The tokenizer and the weight files of a folder, being hashed. Files that are missing are left
+    to their readers to report.
+    """
 
     def __init__(self, folder: Path, tokenizer: Path) -> None:
         index = folder / INDEX
@@ -53,13 +56,17 @@ class ModelFiles:
         weights = [folder / name for name in sorted(wanted & {*os.listdir(folder)})]
         if not weights and (path := gguf_in(folder)) is not None:
             weights = part_paths(path)
-        self._found = {path: _state(path) for path in (tokenizer, index, *weights) if path.is_file()}
+        self._found = {
+            path: _state(path) for path in (tokenizer, index, *weights) if path.is_file()
+        }
         pool = ThreadPoolExecutor(THREADS)
         self._digests = [pool.submit(file_digest, path) for path in self._found if path != index]
         pool.shutdown(wait=False)
 
     def digest(self, spec: ModelSpec) -> str:
-        """The digest of the model, once its files have been hashed. Raises CheckpointError where one was replaced meanwhile."""
+        """The digest of the model, once its files have been hashed. Raises CheckpointError where
+        one was replaced meanwhile.
+        """
         try:
             parts = [repr(spec), *(hashed.result() for hashed in self._digests)]
             changed = [path for path, state in self._found.items() if _state(path) != state]

@@ -1,4 +1,5 @@
-"""The tensors of a checkpoint from which a decoder's parameters are made, as data, and the naming that most families share.
+"""The tensors of a checkpoint from which a decoder's parameters are made, as data, and the naming
+that most families share.
 
 It knows names and row counts; it knows nothing of files, tensors and torch.
 """
@@ -10,7 +11,9 @@ from model.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The type of a checkpoint tensor by the name its format gives it, its shape, and its place in its file."""
+    """The type of a checkpoint tensor by the name its format gives it, its shape, and its place in
+    its file.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -20,7 +23,9 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows of a decoder parameter: the checkpoint tensor that holds them, and their number (None: all rows)."""
+    """Rows of a decoder parameter: the checkpoint tensor that holds them, and their number (None:
+    all rows).
+    """
 
     name: str
     rows: int | None = None
@@ -33,14 +38,25 @@ Names = dict[str, tuple[Part, ...]]
 
 
 def renamed(modules: dict[str, str], kinds: tuple[str, ...] = ("weight",)) -> Names:
-    """Parameters with a checkpoint tensor of their own: decoder module -> checkpoint module, for each kind of parameter."""
-    return {f"{ours}.{kind}": (Part(f"{theirs}.{kind}"),) for ours, theirs in modules.items() for kind in kinds}
+    """Parameters with a checkpoint tensor of their own: decoder module -> checkpoint module, for
+    each kind of parameter.
+    """
+    return {
+        f"{ours}.{kind}": (Part(f"{theirs}.{kind}"),)
+        for ours, theirs in modules.items()
+        for kind in kinds
+    }
 
 
 def stacked(ours: str, theirs: dict[str, int], bias: bool) -> Names:
-    """A linear layer that stacks several of the checkpoint's: checkpoint module -> its rows, in the decoder's order."""
+    """A linear layer that stacks several of the checkpoint's: checkpoint module -> its rows, in the
+    decoder's order.
+    """
     kinds = ("weight", "bias") if bias else ("weight",)
-    return {f"{ours}.{kind}": tuple(Part(f"{name}.{kind}", rows) for name, rows in theirs.items()) for kind in kinds}
+    return {
+        f"{ours}.{kind}": tuple(Part(f"{name}.{kind}", rows) for name, rows in theirs.items())
+        for kind in kinds
+    }
 
 
 def outer_names(spec: ModelSpec) -> Names:
@@ -53,29 +69,52 @@ def outer_names(spec: ModelSpec) -> Names:
 
 def attention_names(spec: ModelSpec, ours: str, theirs: str) -> Names:
     """q_proj, k_proj, v_proj and o_proj of a layer."""
-    sizes = {"q_proj": spec.num_query_heads * spec.head_dim, "k_proj": spec.head_dim, "v_proj": spec.head_dim}
-    names = stacked(f"{ours}.qkv", {f"{theirs}.{name}": rows for name, rows in sizes.items()}, spec.qkv_bias)
-    return names | renamed({f"{ours}.out": f"{theirs}.o_proj"}, ("weight", "bias") if spec.out_bias else ("weight",))
+    sizes = {
+        "q_proj": spec.num_query_heads * spec.head_dim,
+        "k_proj": spec.head_dim,
+        "v_proj": spec.head_dim,
+    }
+    names = stacked(
+        f"{ours}.qkv", {f"{theirs}.{name}": rows for name, rows in sizes.items()}, spec.qkv_bias
+    )
+    return names | renamed(
+        {f"{ours}.out": f"{theirs}.o_proj"}, ("weight", "bias") if spec.out_bias else ("weight",)
+    )
 
 
 def latent_names(spec: ModelSpec, ours: str, theirs: str) -> Names:
     """The projections of a layer's latent attention under DeepSeek's names."""
     assert spec.latent is not None
-    names = renamed({f"{ours}.latent_norm": f"{theirs}.kv_a_layernorm", f"{ours}.key_value_up": f"{theirs}.kv_b_proj"})
+    names = renamed(
+        {
+            f"{ours}.latent_norm": f"{theirs}.kv_a_layernorm",
+            f"{ours}.key_value_up": f"{theirs}.kv_b_proj",
+        }
+    )
     biased = {f"{ours}.key_value_down": f"{theirs}.kv_a_proj_with_mqa"}
     if spec.latent.query_rank is None:
         names |= renamed({f"{ours}.query": f"{theirs}.q_proj"})
     else:
         biased[f"{ours}.query_down"] = f"{theirs}.q_a_proj"
-        names |= renamed({f"{ours}.query_norm": f"{theirs}.q_a_layernorm", f"{ours}.query": f"{theirs}.q_b_proj"})
+        names |= renamed(
+            {f"{ours}.query_norm": f"{theirs}.q_a_layernorm", f"{ours}.query": f"{theirs}.q_b_proj"}
+        )
     names |= renamed(biased, ("weight", "bias") if spec.qkv_bias else ("weight",))
-    return names | renamed({f"{ours}.out": f"{theirs}.o_proj"}, ("weight", "bias") if spec.out_bias else ("weight",))
+    return names | renamed(
+        {f"{ours}.out": f"{theirs}.o_proj"}, ("weight", "bias") if spec.out_bias else ("weight",)
+    )
 
 
 def gated_mlp_names(ours: str, theirs: str, intermediate_size: int, bias: bool) -> Names:
     """gate_proj, up_proj and down_proj of an MLP."""
-    names = stacked(f"{ours}.up", {f"{theirs}.{name}": intermediate_size for name in ("gate_proj", "up_proj")}, bias)
-    return names | renamed({f"{ours}.down": f"{theirs}.down_proj"}, ("weight", "bias") if bias else ("weight",))
+    names = stacked(
+        f"{ours}.up",
+        {f"{theirs}.{name}": intermediate_size for name in ("gate_proj", "up_proj")},
+        bias,
+    )
+    return names | renamed(
+        {f"{ours}.down": f"{theirs}.down_proj"}, ("weight", "bias") if bias else ("weight",)
+    )
 
 
 def expert_names(spec: ModelSpec, ours: str, theirs: str) -> Names:
@@ -86,14 +125,23 @@ def expert_names(spec: ModelSpec, ours: str, theirs: str) -> Names:
     if experts.scoring == "sigmoid":
         names[f"{ours}.choice_bias"] = (Part(f"{theirs}.gate.e_score_correction_bias"),)
     for number in range(experts.num_experts):
-        names |= gated_mlp_names(f"{ours}.experts.{number}", f"{theirs}.experts.{number}", experts.intermediate_size, False)
+        names |= gated_mlp_names(
+            f"{ours}.experts.{number}",
+            f"{theirs}.experts.{number}",
+            experts.intermediate_size,
+            False,
+        )
     if experts.shared_intermediate_size:
-        names |= gated_mlp_names(f"{ours}.shared", f"{theirs}.shared_experts", experts.shared_intermediate_size, False)
+        names |= gated_mlp_names(
+            f"{ours}.shared", f"{theirs}.shared_experts", experts.shared_intermediate_size, False
+        )
     return names
 
 
 def llama_names(spec: ModelSpec, norms: dict[str, str] | None = None) -> Names:
-    """Every parameter of a decoder with Llama's checkpoint layout. `norms`: a layer's norms, decoder name -> checkpoint name."""
+    """Every parameter of a decoder with Llama's checkpoint layout. `norms`: a layer's norms,
+    decoder name -> checkpoint name.
+    """
     norms = norms or {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
     attention = attention_names if spec.latent is None else latent_names
     names = outer_names(spec)
@@ -104,5 +152,7 @@ def llama_names(spec: ModelSpec, norms: dict[str, str] | None = None) -> Names:
         if spec.experts is not None and layer >= spec.experts.first_layer:
             names |= expert_names(spec, f"{ours}.mlp", f"{theirs}.mlp")
         else:
-            names |= gated_mlp_names(f"{ours}.mlp", f"{theirs}.mlp", spec.intermediate_size, spec.mlp_bias)
+            names |= gated_mlp_names(
+                f"{ours}.mlp", f"{theirs}.mlp", spec.intermediate_size, spec.mlp_bias
+            )
     return names

@@ -1,6 +1,8 @@
-"""Rotary embeddings from a config, in transformers 4's and 5's spelling, to a Rotary. Plain floats, no torch.
+"""Rotary embeddings from a config, in transformers 4's and 5's spelling, to a Rotary. Plain floats,
+no torch.
 
-Scalings that depend on the length of the sequence so far (dynamic NTK) are refused, because cached keys are already rotated.
+Scalings that depend on the length of the sequence so far (dynamic NTK) are refused, because cached
+keys are already rotated.
 """
 
 import math
@@ -10,53 +12,79 @@ from model.spec import CheckpointError, Rotary
 
 CONTEXT = "original_max_position_embeddings"
 MOST_RADIANS = 1e6
-"""The largest rotation of one position: beyond it a float32 could not tell positions apart, so the config must be wrong."""
+"""The largest rotation of one position: beyond it a float32 could not tell positions apart, so the
+config must be wrong."""
 
 
-def rotary(config: Config, dim: int, max_positions: int, default_base: float, *, interleaved: bool = False) -> tuple[Rotary, int]:
+def rotary(
+    config: Config, dim: int, max_positions: int, default_base: float, *, interleaved: bool = False
+) -> tuple[Rotary, int]:
     """The rotation of `dim` columns, and the number of positions that it supports.
 
     Reads transformers 5's `rope_parameters`, and 4's `rope_theta` with `rope_scaling`.
     """
     base = config.number("rope_theta", default_base)
-    return rotary_of(scaling_of(config), config.path, dim, max_positions, base, interleaved=interleaved)
+    return rotary_of(
+        scaling_of(config), config.path, dim, max_positions, base, interleaved=interleaved
+    )
 
 
 def scaling_of(config: Config) -> Config | None:
-    """The object that describes RoPE scaling, in either spelling. Raises CheckpointError if both are there and differ."""
+    """The object that describes RoPE scaling, in either spelling. Raises CheckpointError if both
+    are there and differ.
+    """
     old, new = config.sub("rope_scaling"), config.sub("rope_parameters")
     if old is not None and new is not None and old.values != new.values:
-        raise CheckpointError(f"{config.path}: rope_scaling and rope_parameters differ; expected one of them")
+        raise CheckpointError(
+            f"{config.path}: rope_scaling and rope_parameters differ; expected one of them"
+        )
     scaling, context = new or old, config.get(CONTEXT)
     if scaling is not None and context is not None:
-        # Older configs have it outside the object; if there are two, readers disagree about which one counts.
+        # Older configs have it outside the object; if there are two, readers disagree about which
+        # one counts.
         if scaling.values.get(CONTEXT, context) != context:
             inner = short(scaling.values[CONTEXT])
-            raise CheckpointError(f"{config.path}: {CONTEXT} is {short(context)} beside and {inner} in {scaling.path}")
+            raise CheckpointError(
+                f"{config.path}: {CONTEXT} is {short(context)} beside and {inner} in {scaling.path}"
+            )
         scaling = Config({**scaling.values, CONTEXT: context}, scaling.path)
     return scaling
 
 
 def rotary_of(
-    scaling: Config | None, path: str, dim: int, max_positions: int, base: float, *, interleaved: bool = False
+    scaling: Config | None,
+    path: str,
+    dim: int,
+    max_positions: int,
+    base: float,
+    *,
+    interleaved: bool = False,
 ) -> tuple[Rotary, int]:
     """`rotary` for the object that describes RoPE scaling, which may contain the base too."""
     if dim % 2:
-        raise CheckpointError(f"{path}: {dim} columns of a head are to be rotated, which go in pairs; expected an even number")
+        raise CheckpointError(
+            f"{path}: {dim} columns of a head are to be rotated, which go in pairs; expected an "
+            "even number"
+        )
     scaling = Config({}, path) if scaling is None else scaling
     base = scaling.number("rope_theta", base)
     scaling.only("partial_rotary_factor", 1, 1.0, why="onehead rotates whole heads")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     scaling.get("type")
     if not isinstance(kind, str) or kind not in _SCALINGS:
-        raise CheckpointError(f"{scaling.path}: rope_type is {short(kind)}; supported: {', '.join(_SCALINGS)}")
+        raise CheckpointError(
+            f"{scaling.path}: rope_type is {short(kind)}; supported: {', '.join(_SCALINGS)}"
+        )
     try:
-        frequencies, scale, most = _SCALINGS[kind](scaling, _frequencies(base, dim), base, max_positions)
+        frequencies, scale, most = _SCALINGS[kind](
+            scaling, _frequencies(base, dim), base, max_positions
+        )
     except ArithmeticError:
         frequencies, scale, most = [math.inf], math.inf, max_positions
     if not all(0 < value < MOST_RADIANS for value in (*frequencies, scale)):
         raise CheckpointError(
-            f"{scaling.path}: rope_theta {base} and what scales it for rope_type {kind!r} give angles that are no numbers"
+            f"{scaling.path}: rope_theta {base} and what scales it for rope_type {kind!r} give "
+            "angles that are no numbers"
         )
     for key in scaling.unread():
         if key != CONTEXT:
@@ -81,8 +109,12 @@ def _linear(scaling: Config, frequencies: tuple[float, ...], base: float, most: 
 
 
 def _llama3(scaling: Config, frequencies: tuple[float, ...], base: float, most: int) -> _Scaled:
-    """Llama 3.1: wavelengths longer than the original context are stretched, short ones kept, those between blended."""
-    factor, low, high = (scaling.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    """Llama 3.1: wavelengths longer than the original context are stretched, short ones kept, those
+    between blended.
+    """
+    factor, low, high = (
+        scaling.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor")
+    )
     context = scaling.integer(CONTEXT, most)
     if high <= low:
         raise scaling.wrong("high_freq_factor", f"above low_freq_factor {low}")
@@ -94,7 +126,9 @@ def _llama3(scaling: Config, frequencies: tuple[float, ...], base: float, most: 
 
 
 def _yarn(scaling: Config, frequencies: tuple[float, ...], base: float, most: int) -> _Scaled:
-    """YaRN (Peng et al. 2023, arXiv 2309.00071, equations 20 to 23): slow pairs are interpolated, fast ones kept, a ramp between."""
+    """YaRN (Peng et al. 2023, arXiv 2309.00071, equations 20 to 23): slow pairs are interpolated,
+    fast ones kept, a ramp between.
+    """
     context = scaling.integer(CONTEXT, most)
     factor = scaling.number("factor", max(1.0, most / context))
     fast, slow = scaling.number("beta_fast", 32.0), scaling.number("beta_slow", 1.0)
@@ -110,8 +144,15 @@ def _yarn(scaling: Config, frequencies: tuple[float, ...], base: float, most: in
     last = last + 0.001 if first == last else last
     kept = [1 - min(1.0, max(0.0, (i - first) / (last - first))) for i in range(len(frequencies))]
     scaled = [f * (k + (1 - k) / factor) for f, k in zip(frequencies, kept, strict=True)]
-    given, all_dim = (scaling.number(key, 0.0) if scaling.get(key) else 0.0 for key in ("mscale", "mscale_all_dim"))
-    scale = yarn_scale(factor, given) / yarn_scale(factor, all_dim) if given and all_dim else yarn_scale(factor)
+    given, all_dim = (
+        scaling.number(key, 0.0) if scaling.get(key) else 0.0
+        for key in ("mscale", "mscale_all_dim")
+    )
+    scale = (
+        yarn_scale(factor, given) / yarn_scale(factor, all_dim)
+        if given and all_dim
+        else yarn_scale(factor)
+    )
     return scaled, scaling.number("attention_factor", scale), most
 
 
@@ -121,7 +162,9 @@ def yarn_scale(factor: float, weight: float = 1.0) -> float:
 
 
 def _longrope(scaling: Config, frequencies: tuple[float, ...], base: float, most: int) -> _Scaled:
-    """LongRoPE (arXiv 2402.13753) within its original context. Beyond it, every cached key would have to be rotated again."""
+    """LongRoPE (arXiv 2402.13753) within its original context. Beyond it, every cached key would
+    have to be rotated again.
+    """
     context = scaling.integer(CONTEXT, most)
     factor = scaling.number("factor", most / context)
     short = scaling.numbers("short_factor", len(frequencies))
@@ -131,4 +174,10 @@ def _longrope(scaling: Config, frequencies: tuple[float, ...], base: float, most
     return [f / s for f, s in zip(frequencies, short, strict=True)], scale, min(context, most)
 
 
-_SCALINGS = {"default": _plain, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
+_SCALINGS = {
+    "default": _plain,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}

@@ -1,7 +1,9 @@
-"""One safetensors file: its header is checked in full before any weights are read, its tensors are read directly into place.
+"""One safetensors file: its header is checked in full before any weights are read, its tensors are
+read directly into place.
 
-The format forbids duplicate names and gaps, and loaders disagree about files that have them; here such a file is refused. Invariant:
-a file that passes `SafetensorsFile.open` holds every byte that its header describes. It knows nothing of models.
+The format forbids duplicate names and gaps, and loaders disagree about files that have them; here
+such a file is refused. Invariant: a file that passes `SafetensorsFile.open` holds every byte that
+its header describes. It knows nothing of models.
 """
 
 import json
@@ -30,7 +32,12 @@ MAX_DIMENSIONS = 8
 LENGTH = struct.Struct("<Q")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """The dtypes that weights can have."""
-_SIZES = {1: "BOOL U8 I8 F8_E5M2 F8_E4M3", 2: "I16 U16 F16 BF16", 4: "I32 U32 F32", 8: "F64 I64 U64"}
+_SIZES = {
+    1: "BOOL U8 I8 F8_E5M2 F8_E4M3",
+    2: "I16 U16 F16 BF16",
+    4: "I32 U32 F32",
+    8: "F64 I64 U64",
+}
 ITEM_BYTES = {name: size for size, names in _SIZES.items() for name in names.split()}
 
 
@@ -64,7 +71,9 @@ class SafetensorsFile:
 
     @classmethod
     def open(cls, path: Path) -> "SafetensorsFile":
-        """Reads and checks the header. Raises CheckpointError naming the file and what is wrong with it."""
+        """Reads and checks the header. Raises CheckpointError naming the file and what is wrong
+        with it.
+        """
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
@@ -74,7 +83,9 @@ class SafetensorsFile:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
         except CheckpointError as error:
             found = other_kind(first_bytes(path))
-            raise CheckpointError(f"{path}: {error if found in (None, SAFETENSORS) else f'is {found}'}") from None
+            raise CheckpointError(
+                f"{path}: {error if found in (None, SAFETENSORS) else f'is {found}'}"
+            ) from None
 
     @property
     def paths(self) -> list[Path]:
@@ -83,7 +94,9 @@ class SafetensorsFile:
 
     def read(self, name: str, into: Tensor, first: int = 0) -> None:
         """Reads elements into place; see Reader."""
-        read_exactly(self.path, self.entries[name].begin + first * into.itemsize, bytes_of(into), name)
+        read_exactly(
+            self.path, self.entries[name].begin + first * into.itemsize, bytes_of(into), name
+        )
         with named(self.path, name):
             check_finite(into)
 
@@ -114,24 +127,37 @@ def check_finite(tensor: Tensor) -> None:
 
 def _entries(prefix: bytes, file: Any, size: int) -> dict[str, Entry]:
     if len(prefix) < LENGTH.size:
-        raise CheckpointError(f"{size} bytes long; a safetensors file begins with 8 bytes for the length of its header")
+        raise CheckpointError(
+            f"{size} bytes long; a safetensors file begins with 8 bytes for the length of its "
+            "header"
+        )
     (length,) = LENGTH.unpack(prefix)
     if length > MAX_HEADER_BYTES:
         raise CheckpointError(
-            f"its header says it is {length} bytes long; at most {MAX_HEADER_BYTES} are read. Is this a safetensors file?"
+            f"its header says it is {length} bytes long; at most {MAX_HEADER_BYTES} are read. Is "
+            "this a safetensors file?"
         )
     if LENGTH.size + length > size:
-        raise CheckpointError(f"its header is {length} bytes long, the file {size}: truncated, or not a safetensors file")
+        raise CheckpointError(
+            f"its header is {length} bytes long, the file {size}: truncated, or not a safetensors "
+            "file"
+        )
     try:
         header = json.loads(file.read(length).decode("utf-8"), object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError):
-        raise CheckpointError("its header is not JSON; the file is damaged, or not a safetensors file") from None
+        raise CheckpointError(
+            "its header is not JSON; the file is damaged, or not a safetensors file"
+        ) from None
     if not isinstance(header, dict):
         raise CheckpointError(f"its header must be a JSON object, found {type(header).__name__}")
     if len(header) > MAX_TENSORS:
-        raise CheckpointError(f"its header describes {len(header)} tensors; at most {MAX_TENSORS} are read")
+        raise CheckpointError(
+            f"its header describes {len(header)} tensors; at most {MAX_TENSORS} are read"
+        )
     header.pop("__metadata__", None)
-    return _placed({name: _entry(name, value) for name, value in header.items()}, LENGTH.size + length, size)
+    return _placed(
+        {name: _entry(name, value) for name, value in header.items()}, LENGTH.size + length, size
+    )
 
 
 def _entry(name: str, value: Any) -> Entry:
@@ -144,12 +170,17 @@ def _entry(name: str, value: Any) -> Entry:
     begin, end = found.data_offsets
     wanted = prod(found.shape) * ITEM_BYTES[found.dtype]
     if wanted != end - begin:
-        raise CheckpointError(f"tensor {name}: {found.dtype} of shape {found.shape} takes {wanted} bytes, its offsets {end - begin}")
+        raise CheckpointError(
+            f"tensor {name}: {found.dtype} of shape {found.shape} takes {wanted} bytes, its "
+            f"offsets {end - begin}"
+        )
     return Entry(found.dtype, tuple(found.shape), begin, wanted)
 
 
 def _placed(entries: dict[str, Entry], data: int, size: int) -> dict[str, Entry]:
-    """Entries with their place in the file. Raises CheckpointError if there are gaps or overlaps."""
+    """Entries with their place in the file. Raises CheckpointError if there are gaps or
+    overlaps.
+    """
     end = data
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].num_bytes)):
         if data + entry.begin != end:
@@ -157,4 +188,6 @@ def _placed(entries: dict[str, Entry], data: int, size: int) -> dict[str, Entry]
         end += entry.num_bytes
     if end != size:
         raise CheckpointError(f"ends at byte {size}, its tensors at {end}: truncated or damaged")
-    return {name: Entry(e.dtype, e.shape, data + e.begin, e.num_bytes) for name, e in entries.items()}
+    return {
+        name: Entry(e.dtype, e.shape, data + e.begin, e.num_bytes) for name, e in entries.items()
+    }

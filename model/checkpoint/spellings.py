@@ -1,6 +1,7 @@
 """Earlier model types and names of keys in config.json, in the spelling of today's `transformers`.
 
-Invariant: two keys that mean the same and differ are refused. It knows no family's arithmetic and no torch.
+Invariant: two keys that mean the same and differ are refused. It knows no family's arithmetic and
+no torch.
 """
 
 from collections.abc import Mapping
@@ -14,12 +15,21 @@ TYPES: dict[str, dict[str, Any]] = {
     "RefinedWeb": {"model_type": "falcon", "new_decoder_architecture": True},
 }
 """Falcon-7B and Falcon-40B as first published, before `transformers` had the family."""
-_GPT = {"hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}
+_GPT = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
 _EXPERTS = {"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"}
 KEYS = {
     "deepseek_v2": _EXPERTS,
     "deepseek_v3": _EXPERTS,
-    "falcon": {"n_head": "num_attention_heads", "n_layer": "num_hidden_layers", "n_head_kv": "num_kv_heads"},
+    "falcon": {
+        "n_head": "num_attention_heads",
+        "n_layer": "num_hidden_layers",
+        "n_head_kv": "num_kv_heads",
+    },
     "gpt2": _GPT,
     "gpt_bigcode": _GPT,
 }
@@ -29,7 +39,9 @@ KEYS = {
 def respelt(values: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a config.json as the families read them. Raises CheckpointError."""
     found = dict(values)
-    if found.get("model_type") == "gemma3" and isinstance(text := found.pop("text_config", None), Mapping):
+    if found.get("model_type") == "gemma3" and isinstance(
+        text := found.pop("text_config", None), Mapping
+    ):
         found |= {"model_type": "gemma3_text", **text}
     kind = found.get("model_type")
     found |= TYPES.get(kind, {}) if isinstance(kind, str) else {}

@@ -1,7 +1,8 @@
-"""Safetensors or GGUF -> Decoder. Every missing, unexpected or misshapen tensor is an error that names it, before any weights are read.
+"""Safetensors or GGUF -> Decoder. Every missing, unexpected or misshapen tensor is an error that
+names it, before any weights are read.
 
-It knows files and names, and of families only the table of names. While loading, memory holds the finished weights and one block more
-for each thread.
+It knows files and names, and of families only the table of names. While loading, memory holds the
+finished weights and one block more for each thread.
 """
 
 import re
@@ -18,7 +19,14 @@ from torch import Tensor, nn
 from model.checkpoint.compressed import with_compressed
 from model.checkpoint.config import read_json, short
 from model.checkpoint.families import family_of
-from model.checkpoint.files import KINDS, LFS, MOST_CONFIG_BYTES, MOST_LIST_BYTES, first_bytes, read_text
+from model.checkpoint.files import (
+    KINDS,
+    LFS,
+    MOST_CONFIG_BYTES,
+    MOST_LIST_BYTES,
+    first_bytes,
+    read_text,
+)
 from model.checkpoint.gguf.repack import kept_in, repack, repacks
 from model.checkpoint.gguf.split import MAX_LISTED, gguf_in
 from model.checkpoint.gguf.weights import GGUFWeights
@@ -43,7 +51,8 @@ MAX_HEADERS_BYTES = 2**26
 MAX_NAME_BYTES = 255
 """The longest file name that Linux allows."""
 MANIFEST = "SHA256SUMS"
-"""What `sha256sum *.safetensors *.gguf` prints. If a folder has it, its files are verified against it."""
+"""What `sha256sum *.safetensors *.gguf` prints. If a folder has it, its files are verified against
+it."""
 
 
 Report = Callable[[str, int, int], None]
@@ -63,7 +72,9 @@ class Checkpoint:
             return
         files: dict[str, SafetensorsFile] = {}
         weight_map, header_bytes = _weight_map(folder), 0
-        for file_name in weight_names(folder) if weight_map is None else sorted(set(weight_map.values())):
+        for file_name in (
+            weight_names(folder) if weight_map is None else sorted(set(weight_map.values()))
+        ):
             path = folder / file_name
             if not path.is_file():
                 raise CheckpointError(f"{path}: no such file{_hint(folder)}")
@@ -71,14 +82,21 @@ class Checkpoint:
             header_bytes += file.header_bytes
             if header_bytes > MAX_HEADERS_BYTES or len(files) + len(file.entries) > MAX_TENSORS:
                 bounds = f"{MAX_TENSORS} tensors and {MAX_HEADERS_BYTES} bytes of headers"
-                raise CheckpointError(f"{path}: with the files before it, it has more than the {bounds} that are read of a checkpoint")
+                raise CheckpointError(
+                    f"{path}: with the files before it, it has more than the {bounds} that are "
+                    "read of a checkpoint"
+                )
             for name in file.entries:
                 if name in files:
-                    raise CheckpointError(f"{path}: tensor {name} occurs in {files[name].path.name} too")
+                    raise CheckpointError(
+                        f"{path}: tensor {name} occurs in {files[name].path.name} too"
+                    )
                 files[name] = file
         for name, file_name in (weight_map or {}).items():
             if name not in files or files[name].path.name != file_name:
-                raise CheckpointError(f"{folder / INDEX}: tensor {short(name)} should be in {file_name}, and is not")
+                raise CheckpointError(
+                    f"{folder / INDEX}: tensor {short(name)} should be in {file_name}, and is not"
+                )
         self.files = with_compressed(folder, files)
 
     def entry(self, name: str) -> Entry:
@@ -90,7 +108,9 @@ class Checkpoint:
         return reduce(torch.promote_types, (DTYPES[self.entry(part.name).dtype] for part in parts))
 
     def read(self, part: Part) -> Tensor:
-        """A whole part in the decoder's layout and the checkpoint's dtype. Raises CheckpointError, also for NaN and infinity."""
+        """A whole part in the decoder's layout and the checkpoint's dtype. Raises CheckpointError,
+        also for NaN and infinity.
+        """
         entry = self.entry(part.name)
         tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         self.files[part.name].read(part.name, tensor)
@@ -103,7 +123,11 @@ class Checkpoint:
             return
         entry = self.entry(part.name)
         num_rows, columns = entry.shape[0], prod(entry.shape[1:])
-        scratch = torch.empty(max(1, min(num_rows, BLOCK_ELEMENTS // max(1, columns))), *entry.shape[1:], dtype=DTYPES[entry.dtype])
+        scratch = torch.empty(
+            max(1, min(num_rows, BLOCK_ELEMENTS // max(1, columns))),
+            *entry.shape[1:],
+            dtype=DTYPES[entry.dtype],
+        )
         for first in range(0, num_rows, len(scratch)):
             block = scratch[: num_rows - first]
             self.files[part.name].read(part.name, block, first * columns)
@@ -119,7 +143,9 @@ class Checkpoint:
         return self.dtype((part,)) if raw is None else FORMATS[kept_in(raw[0])]
 
     def verify(self) -> None:
-        """Verifies the files against the folder's manifest, if it has one. Raises CheckpointError naming a file that differs."""
+        """Verifies the files against the folder's manifest, if it has one. Raises CheckpointError
+        naming a file that differs.
+        """
         manifest = self.folder / MANIFEST
         if (text := read_text(manifest, MOST_CONFIG_BYTES)) is None:
             return
@@ -127,9 +153,14 @@ class Checkpoint:
         sums = {name.strip().lstrip("*"): digest for digest, _, name in lines}
         for path in sorted({path for file in self.files.values() for path in file.paths}):
             if path.name not in sums:
-                raise CheckpointError(f"{manifest}: says nothing of {path.name}; remove it, or write it anew with sha256sum")
+                raise CheckpointError(
+                    f"{manifest}: says nothing of {path.name}; remove it, or write it anew with "
+                    "sha256sum"
+                )
             if file_digest(path) != sums[path.name].lower():
-                raise CheckpointError(f"{path}: its contents are not what {MANIFEST} says; fetch the file again")
+                raise CheckpointError(
+                    f"{path}: its contents are not what {MANIFEST} says; fetch the file again"
+                )
 
 
 def load_decoder(
@@ -140,25 +171,35 @@ def load_decoder(
     products: Products | None = None,
     report: Report = lambda *_: None,
 ) -> Decoder:
-    """The decoder of a checkpoint folder with its weights on `device`, in `dtype` or as `products` (torch's, not quantized, by default)
-    stores them. Raises CheckpointError.
+    """The decoder of a checkpoint folder with its weights on `device`, in `dtype` or as `products`
+    (torch's, not quantized, by default) stores them. Raises CheckpointError.
     """
     products = products or Products()
     checkpoint = Checkpoint(folder)
     decoder = meta_decoder(spec)
     names = family_of(spec.model_type).weight_names(spec)
     check_tensors(folder, decoder, {name: checkpoint.entry(name) for name in checkpoint.files})
-    sizes = [sum(checkpoint.entry(part.name).num_bytes for part in parts) for parts in names.values()]
-    report("loading weights", 0, total := sum(sizes))  # Before the digests of the manifest, which take as long as reading.
+    sizes = [
+        sum(checkpoint.entry(part.name).num_bytes for part in parts) for parts in names.values()
+    ]
+    report(
+        "loading weights", 0, total := sum(sizes)
+    )  # Before the digests of the manifest, which take as long as reading.
     checkpoint.verify()
     check_tied(checkpoint, spec, names["token_embedding.weight"][0])
     products.replace(decoder, dtype)
     threads = torch.get_num_threads()
     pool = ThreadPoolExecutor(threads if device.type == "cpu" else 1)
     try:
-        torch.set_num_threads(1)  # Operations on blocks that fit a cache gain nothing from more; parameters are read beside one another.
+        torch.set_num_threads(
+            1
+            # Operations on blocks that fit a cache gain nothing from more; parameters are read
+            # beside one another.
+        )
         keeps = products.keeps_blocks
-        loaded = pool.map(lambda ours: _put(decoder, ours, checkpoint, names[ours], dtype, device, keeps), names)
+        loaded = pool.map(
+            lambda ours: _put(decoder, ours, checkpoint, names[ours], dtype, device, keeps), names
+        )
         for done, forms in zip(accumulate(sizes), loaded, strict=True):
             decoder.block_forms.update(forms if keeps else ())
             report("loading weights", done, total)
@@ -178,20 +219,27 @@ def _put(
     device: torch.device,
     keeps_blocks: bool,
 ) -> list[str]:
-    """Reads the values of one parameter, quantized if its module is. Memory holds them and one block more. -> the names of the formats that
-    its parts are in, where these are in blocks
+    """Reads the values of one parameter, quantized if its module is. Memory holds them and one
+    block more. -> the names of the formats that its parts are in, where these are in blocks
     """
     module_name, _, leaf = name.rpartition(".")
     module = decoder.get_submodule(module_name)
     stored = checkpoint.dtype(parts)
     if isinstance(module, RowMatrix) and leaf == "weight":
         held = [checkpoint.held_as(part) if keeps_blocks else stored for part in parts]
-        matrices = module.divided([(part.rows or 0, kind) for part, kind in zip(parts, held, strict=True)])
+        matrices = module.divided(
+            [(part.rows or 0, kind) for part, kind in zip(parts, held, strict=True)]
+        )
         shares = [parts] if len(matrices) == 1 else [(part,) for part in parts]
         for matrix, kind, share in zip(matrices, held, shares, strict=False):
             matrix.allocate(device, kind)
             _put_rows(matrix, checkpoint, share)
-        return [matrix.form.name for matrix, share in zip(matrices, shares, strict=True) if matrix.form for _ in share]
+        return [
+            matrix.form.name
+            for matrix, share in zip(matrices, shares, strict=True)
+            if matrix.form
+            for _ in share
+        ]
     value = torch.empty(getattr(module, leaf).shape, dtype=dtype, device=device)
     setattr(module, leaf, nn.Parameter(value, requires_grad=False))
     first = 0
@@ -226,16 +274,25 @@ def _repacked(path: Path, name: str, raw: RawBlocks, form: str) -> Iterator[Tens
         yield rows
 
 
-def _blocks(checkpoint: Checkpoint, parts: tuple[Part, ...], stored: torch.dtype, dtype: torch.dtype) -> Iterator[Tensor]:
-    """The rows of parts that are `stored` in one dtype. Raises CheckpointError for numbers that another cannot hold."""
+def _blocks(
+    checkpoint: Checkpoint, parts: tuple[Part, ...], stored: torch.dtype, dtype: torch.dtype
+) -> Iterator[Tensor]:
+    """The rows of parts that are `stored` in one dtype. Raises CheckpointError for numbers that
+    another cannot hold.
+    """
     for block in chain.from_iterable(map(checkpoint.blocks, parts)):
         if dtype is not stored and not block.to(dtype).isfinite().all():
-            raise CheckpointError(f"{checkpoint.folder}: {parts[0].name} is beyond the range of {dtype}; take another engine.dtype")
+            raise CheckpointError(
+                f"{checkpoint.folder}: {parts[0].name} is beyond the range of {dtype}; take "
+                "another engine.dtype"
+            )
         yield block
 
 
 def check_tensors(where: Path, decoder: Decoder, found: Mapping[str, Entry]) -> None:
-    """Raises CheckpointError unless a checkpoint has exactly this decoder's tensors, in their shapes."""
+    """Raises CheckpointError unless a checkpoint has exactly this decoder's tensors, in their
+    shapes.
+    """
     spec, parameters, expected = decoder.spec, dict(decoder.named_parameters()), {}
     for ours, parts in family_of(spec.model_type).weight_names(spec).items():
         for part in parts:
@@ -245,19 +302,32 @@ def check_tensors(where: Path, decoder: Decoder, found: Mapping[str, Entry]) -> 
     for name, entry in found.items():
         if name not in expected:
             if not is_ignored(name, spec):
-                raise CheckpointError(f"{where}: unexpected tensor {name}; a {spec.model_type} of this config has none of that name")
+                raise CheckpointError(
+                    f"{where}: unexpected tensor {name}; a {spec.model_type} of this config has "
+                    "none of that name"
+                )
             continue
         if entry.shape != expected[name]:
-            raise CheckpointError(f"{where}: {name} has shape {list(entry.shape)}, expected {list(expected[name])} by config.json")
+            raise CheckpointError(
+                f"{where}: {name} has shape {list(entry.shape)}, expected {list(expected[name])} "
+                "by config.json"
+            )
         if entry.dtype not in DTYPES:
-            raise CheckpointError(f"{where}: {name} has dtype {entry.dtype}, expected one of {', '.join(DTYPES)}")
+            raise CheckpointError(
+                f"{where}: {name} has dtype {entry.dtype}, expected one of {', '.join(DTYPES)}"
+            )
     missing = [name for name in expected if name not in found]
     if missing:
-        raise CheckpointError(f"{where}: missing tensor {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""))
+        raise CheckpointError(
+            f"{where}: missing tensor {missing[0]}"
+            + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+        )
 
 
 def is_ignored(name: str, spec: ModelSpec) -> bool:
-    """Whether a tensor is known to occur in checkpoints without being a parameter of the decoder."""
+    """Whether a tensor is known to occur in checkpoints without being a parameter of the
+    decoder.
+    """
     if name.endswith(IGNORED_SUFFIXES) or (name == TIED_DUPLICATE and spec.tied_embeddings):
         return True
     layer = re.match(r"model\.layers\.(\d{1,5})\.", name)
@@ -265,7 +335,9 @@ def is_ignored(name: str, spec: ModelSpec) -> bool:
 
 
 def check_tied(checkpoint: Checkpoint, spec: ModelSpec, embedding: Part) -> None:
-    """Raises CheckpointError if a head is stored that differs from the embedding to which it is tied."""
+    """Raises CheckpointError if a head is stored that differs from the embedding to which it is
+    tied.
+    """
     if not spec.tied_embeddings or TIED_DUPLICATE not in checkpoint.files:
         return
     head = Part(TIED_DUPLICATE)
@@ -274,7 +346,8 @@ def check_tied(checkpoint: Checkpoint, spec: ModelSpec, embedding: Part) -> None
     rows = zip(checkpoint.blocks(head), checkpoint.blocks(embedding), strict=True)
     if len(kinds) > 1 or not all(torch.equal(a, b) for a, b in rows):
         raise CheckpointError(
-            f"{checkpoint.folder}: {head.name} differs from {embedding.name}, to which config.json ties it; "
+            f"{checkpoint.folder}: {head.name} differs from {embedding.name}, to which "
+            "config.json ties it; "
             "expected the same values, or tie_word_embeddings false"
         )
 
@@ -286,25 +359,44 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
         return None
     weight_map = read_json(path, MOST_LIST_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not 0 < len(weight_map) <= MAX_TENSORS:
-        raise CheckpointError(f"{path}: weight_map must map up to {MAX_TENSORS} tensor names to file names")
+        raise CheckpointError(
+            f"{path}: weight_map must map up to {MAX_TENSORS} tensor names to file names"
+        )
     for name in weight_map.values():
-        plain = isinstance(name, str) and name.isprintable() and Path(name).name == name and name.endswith(".safetensors")
+        plain = (
+            isinstance(name, str)
+            and name.isprintable()
+            and Path(name).name == name
+            and name.endswith(".safetensors")
+        )
         if not plain or len(name.encode()) > MAX_NAME_BYTES:
-            raise CheckpointError(f"{path}: {short(name)} is not the plain name of a safetensors file")
-    if (folder / "model.safetensors").exists() and set(weight_map.values()) != {"model.safetensors"}:
-        raise CheckpointError(f"{path}: there is a model.safetensors too, and readers differ about which is meant; remove one of them")
+            raise CheckpointError(
+                f"{path}: {short(name)} is not the plain name of a safetensors file"
+            )
+    if (folder / "model.safetensors").exists() and set(weight_map.values()) != {
+        "model.safetensors"
+    }:
+        raise CheckpointError(
+            f"{path}: there is a model.safetensors too, and readers differ about which is meant; "
+            "remove one of them"
+        )
     return weight_map
 
 
 def _hint(folder: Path) -> str:
     """What to do if the folder has weights under other names or in another format."""
     if names := sorted(path.name for path in folder.glob("*.safetensors")):
-        return f"; the folder has {', '.join(names[:MAX_LISTED])}: expected {SINGLE}, every shard of one checkpoint, or {INDEX}"
+        return (
+            f"; the folder has {', '.join(names[:MAX_LISTED])}: expected {SINGLE}, every shard "
+            f"of one checkpoint, or {INDEX}"
+        )
     if others := [p for p in sorted(folder.iterdir()) if p.suffix in (".bin", ".pt", ".pth")]:
         found = next((path for path in others if path.name.startswith("pytorch_model")), others[0])
         if first_bytes(found).startswith(LFS):
             return f"; found {found.name}, {KINDS[LFS]}"
         renamed = "" if found.name.startswith("pytorch_model") else "named pytorch_model.bin, "
-        way_out = f"{renamed}`onehead convert --model {folder} --output NEW` makes safetensors of it"
+        way_out = (
+            f"{renamed}`onehead convert --model {folder} --output NEW` makes safetensors of it"
+        )
         return f"; found {found.name}, which may run code when it is read: {way_out}"
     return ""

@@ -1,6 +1,8 @@
-"""Where a model runs: one folder for each device, all with the interface of device.py, and the attention backends by name.
+"""Where a model runs: one folder for each device, all with the interface of device.py, and the
+attention backends by name.
 
-Devices never import each other; only the one that is chosen is imported. Each backend is tested against `reference` on ragged batches.
+Devices never import each other; only the one that is chosen is imported. Each backend is tested
+against `reference` on ragged batches.
 """
 
 from importlib import import_module
@@ -35,17 +37,22 @@ def device_class(name: str) -> type[Device]:
 
 
 def find_device(name: str) -> Device:
-    """The device `cpu` or `cuda`; `auto` is cuda where there is one. Raises OptionError for a device that this machine lacks, also where
-    CUDA_VISIBLE_DEVICES names one that is not there.
+    """The device `cpu` or `cuda`; `auto` is cuda where there is one. Raises OptionError for a
+    device that this machine lacks, also where CUDA_VISIBLE_DEVICES names one that is not there.
     """
     if name != "cpu" and not torch.cuda.is_available():
         from model.devices.gpu import card
 
         if name == "cuda" or card.is_missed():
-            raise OptionError(f"engine.device is {name}, and no GPU can be used: {card.absence()}; for the CPU, --engine.device cpu")
+            raise OptionError(
+                f"engine.device is {name}, and no GPU can be used: {card.absence()}; for the CPU, "
+                "--engine.device cpu"
+            )
     return device_class("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")()
 
 
 def create_backend(name: str, pool: KVPool, scale: float, num_heads: int) -> Backend:
-    """The attention backend `name` over `pool`; logits are multiplied by `scale`. Raises KeyError for an unknown name."""
+    """The attention backend `name` over `pool`; logits are multiplied by `scale`. Raises KeyError
+    for an unknown name.
+    """
     return cast(Backend, import_module(BACKENDS[name]).create(pool, scale, num_heads))

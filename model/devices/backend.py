@@ -16,7 +16,9 @@ class Backend(Protocol):
 
     @property
     def name(self) -> str:
-        """The kernels, and their vector width where there are several: the last bits of answers depend on it."""
+        """The kernels, and their vector width where there are several: the last bits of answers
+        depend on it.
+        """
         ...
 
     @property
@@ -28,8 +30,17 @@ class Backend(Protocol):
         """What all layers of the step share (masks, page lists), to be passed to `run`."""
         ...
 
-    def run(self, plan: Any, layer: int, q_THd: Tensor, k_Td: Tensor, v_Td: Tensor, rotation: Rotation | None = None) -> Tensor:
-        """Stores K and V of the step's tokens in their slots, then attends: a token at position p attends to positions 0 .. p of its
-        sequence, or to those of them within the layer's window. With a rotation, Q and K are rotated first. -> o_THd.
+    def run(
+        self,
+        plan: Any,
+        layer: int,
+        q_THd: Tensor,
+        k_Td: Tensor,
+        v_Td: Tensor,
+        rotation: Rotation | None = None,
+    ) -> Tensor:
+        """Stores K and V of the step's tokens in their slots, then attends: a token at position p
+        attends to positions 0 .. p of its sequence, or to those of them within the layer's window.
+        With a rotation, Q and K are rotated first. -> o_THd.
         """
         ...

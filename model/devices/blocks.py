@@ -1,14 +1,19 @@
-"""Weights in blocks of 32 inputs, in 8 or 4 bits, each block with a scale of its own: how they are stored, made and multiplied.
+"""Weights in blocks of 32 inputs, in 8 or 4 bits, each block with a scale of its own: how they are
+stored, made and multiplied.
 
-A row of a matrix is stored as bytes, block after block: a scale and in 4 bits a minimum, in float16, then the numbers. These are GGUF's
-types Q8_0 and Q4_1: in int8 w = scale * q with q in -127 .. 127; in int4 w = scale * q + minimum with q in 0 .. 15, where byte j holds the
-numbers of inputs j and j + 16. Activations are rounded to 8 bits when they arrive, in the same blocks and symmetric around 0: x = t * q.
+A row of a matrix is stored as bytes, block after block: a scale and in 4 bits a minimum, in
+float16, then the numbers. These are GGUF's types Q8_0 and Q4_1: in int8 w = scale * q with q in
+-127 .. 127; in int4 w = scale * q + minimum with q in 0 .. 15, where byte j holds the numbers of
+inputs j and j + 16. Activations are rounded to 8 bits when they arrive, in the same blocks and
+symmetric around 0: x = t * q.
 
-A product is y = sum over blocks of (dot * scale + minimum * sum(q of x)) * t. Dots within a block are integers and exact; blocks are
-added in order, in float32 without fused operations. So a row of y depends on that row of x alone, and the CPU's kernels
-(devices/cpu/native/blocks.cpp) give the bits of `product` here, which is the reference and what a machine without them runs.
+A product is y = sum over blocks of (dot * scale + minimum * sum(q of x)) * t. Dots within a block
+are integers and exact; blocks are added in order, in float32 without fused operations. So a row of
+y depends on that row of x alone, and the CPU's kernels (devices/cpu/native/blocks.cpp) give the
+bits of `product` here, which is the reference and what a machine without them runs.
 
-Shape letters: T tokens, I input and O output columns, N rows of a matrix, B blocks of a row, k inputs of a block.
+Shape letters: T tokens, I input and O output columns, N rows of a matrix, B blocks of a row, k
+inputs of a block.
 """
 
 from collections.abc import Callable
@@ -32,9 +37,11 @@ class BlockFormat(NamedTuple):
     name: str
     block_bytes: int
     quantize: Callable[[Tensor], Tensor]
-    """float matrix [N, I] -> uint8 [N, B * block_bytes]; inputs that are missing in the last block are 0."""
+    """float matrix [N, I] -> uint8 [N, B * block_bytes]; inputs that are missing in the last block
+    are 0."""
     parts: Callable[[Tensor], tuple[Tensor, Tensor | None, Tensor]]
-    """uint8 [N, B * block_bytes] -> scale_NB and minimum_NB (None in int8) in float32, q_NBk as int8."""
+    """uint8 [N, B * block_bytes] -> scale_NB and minimum_NB (None in int8) in float32, q_NBk as
+    int8."""
 
     def row_bytes(self, num_inputs: int) -> int:
         """Bytes of a row of so many inputs."""
@@ -42,7 +49,9 @@ class BlockFormat(NamedTuple):
 
 
 def _in_blocks(weight_NI: Tensor) -> Tensor:
-    weight_NBk: Tensor = F.pad(weight_NI.float(), (0, -weight_NI.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    weight_NBk: Tensor = F.pad(weight_NI.float(), (0, -weight_NI.shape[1] % BLOCK)).unflatten(
+        1, (-1, BLOCK)
+    )
     return weight_NBk
 
 
@@ -55,7 +64,11 @@ def _joined(numbers_NBk: Tensor, *heads_NB: Tensor) -> Tensor:
 def _quantize_int8(weight_NI: Tensor) -> Tensor:
     weight_NBk = _in_blocks(weight_NI)
     scale_NB = (weight_NBk.abs().amax(dim=-1) / LARGEST).half()
-    numbers_NBk = (weight_NBk / scale_NB.float().clamp_(min=TINY)[..., None]).round_().clamp_(-LARGEST, LARGEST)
+    numbers_NBk = (
+        (weight_NBk / scale_NB.float().clamp_(min=TINY)[..., None])
+        .round_()
+        .clamp_(-LARGEST, LARGEST)
+    )
     return _joined(numbers_NBk.to(torch.int8), scale_NB)
 
 
@@ -74,26 +87,43 @@ def _quantize_int4(weight_NI: Tensor) -> Tensor:
 
 
 def _round_int4(weight_kn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """n blocks -> (scale_n, minimum_n as float16, q_kn): of several ranges for the numbers, each followed by the least squares of scale and
-    minimum for them, the one with the least squared error.
+    """n blocks -> (scale_n, minimum_n as float16, q_kn): of several ranges for the numbers, each
+    followed by the least squares of scale and minimum for them, the one with the least squared
+    error.
     """
     weight_kn = weight_kn.contiguous()
     low_n, high_n = weight_kn.amin(dim=0), weight_kn.amax(dim=0)
     total_n = _total(weight_kn)
-    best_gain_n, best_scale_n, best_minimum_n = (torch.full_like(low_n, value) for value in (-torch.inf, torch.nan, torch.nan))
+    best_gain_n, best_scale_n, best_minimum_n = (
+        torch.full_like(low_n, value) for value in (-torch.inf, torch.nan, torch.nan)
+    )
     for share in CLIPPING:
-        scale_n, minimum_n = (high_n - low_n) * (share / LEVELS), low_n + (high_n - low_n) * ((1 - share) / 2)
+        scale_n, minimum_n = (
+            (high_n - low_n) * (share / LEVELS),
+            low_n + (high_n - low_n) * ((1 - share) / 2),
+        )
         numbers_kn = _numbers(weight_kn, scale_n, minimum_n)
         sum_n, dot_n = numbers_kn.sum(dim=0), _total(numbers_kn * weight_kn)
         spread_n = BLOCK * numbers_kn.square_().sum(dim=0) - sum_n.square()
-        scale_n = torch.where(spread_n > 0, (BLOCK * dot_n - sum_n * total_n) / spread_n.clamp(min=1), 0.0)
+        scale_n = torch.where(
+            spread_n > 0, (BLOCK * dot_n - sum_n * total_n) / spread_n.clamp(min=1), 0.0
+        )
         minimum_n = (total_n - scale_n * sum_n) / BLOCK
-        gain_n = scale_n * dot_n + minimum_n * total_n  # The squared error is that of all zeros less this.
+        gain_n = (
+            scale_n * dot_n + minimum_n * total_n
+        )  # The squared error is that of all zeros less this.
         better_n = gain_n > best_gain_n
         best_gain_n = torch.where(better_n, gain_n, best_gain_n)
-        best_scale_n, best_minimum_n = torch.where(better_n, scale_n, best_scale_n), torch.where(better_n, minimum_n, best_minimum_n)
+        best_scale_n, best_minimum_n = (
+            torch.where(better_n, scale_n, best_scale_n),
+            torch.where(better_n, minimum_n, best_minimum_n),
+        )
     best_scale_n, best_minimum_n = best_scale_n.half(), best_minimum_n.half()
-    return best_scale_n, best_minimum_n, _numbers(weight_kn, best_scale_n.float(), best_minimum_n.float()).to(torch.uint8)
+    return (
+        best_scale_n,
+        best_minimum_n,
+        _numbers(weight_kn, best_scale_n.float(), best_minimum_n.float()).to(torch.uint8),
+    )
 
 
 def _total(x_kn: Tensor) -> Tensor:
@@ -112,7 +142,11 @@ def _numbers(weight_kn: Tensor, scale_n: Tensor, minimum_n: Tensor) -> Tensor:
 def _int4_parts(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     blocks = rows.unflatten(1, (-1, INT4.block_bytes))
     packed = blocks[..., 4:]
-    return _halves(blocks[..., :2]), _halves(blocks[..., 2:4]), torch.cat([packed & 15, packed >> 4], dim=-1).view(torch.int8)
+    return (
+        _halves(blocks[..., :2]),
+        _halves(blocks[..., 2:4]),
+        torch.cat([packed & 15, packed >> 4], dim=-1).view(torch.int8),
+    )
 
 
 def _halves(pairs: Tensor) -> Tensor:
@@ -147,8 +181,11 @@ def product(form: BlockFormat, x_TI: Tensor, rows: Tensor) -> Tensor:
     x_TBk, x_scale_TB = quantize_activations(x_TI)
     scale_OB, minimum_OB, numbers_OBk = form.parts(rows)
     y_TO = torch.zeros(len(x_TI), len(rows))
-    for b, (x_Tk, x_scale_T) in enumerate(zip(x_TBk.unbind(dim=1), x_scale_TB.unbind(dim=1), strict=True)):
-        # The sums of a block are whole numbers below 2^24, so that float32 holds them in whatever order they are added.
+    for b, (x_Tk, x_scale_T) in enumerate(
+        zip(x_TBk.unbind(dim=1), x_scale_TB.unbind(dim=1), strict=True)
+    ):
+        # The sums of a block are whole numbers below 2^24, so that float32 holds them in whatever
+        # order they are added.
         value_TO = (x_Tk @ numbers_OBk[:, b].float().T).mul_(scale_OB[:, b])
         if minimum_OB is not None:
             value_TO += x_Tk.sum(dim=-1, keepdim=True) * minimum_OB[:, b]

@@ -1,10 +1,12 @@
-"""Device: the hardware that a model runs on, as the rest of the model sees it. devices/cpu and devices/gpu implement it.
+"""Device: the hardware that a model runs on, as the rest of the model sees it. devices/cpu and
+devices/gpu implement it.
 
-Everything that differs between devices is asked of this one object, which `model.devices.find_device` chooses by name. Invariant: copies
-and steps take effect on a device in the order in which they are issued. It knows nothing of requests and schedules.
+Everything that differs between devices is asked of this one object, which
+`model.devices.find_device` chooses by name. Invariant: copies and steps take effect on a device in
+the order in which they are issued. It knows nothing of requests and schedules.
 
-Shape letters: S rows of logits, V vocabulary, F rows whose largest logits are wanted, K how many of them, D hidden size,
-N settings of a row, R results of a row.
+Shape letters: S rows of logits, V vocabulary, F rows whose largest logits are wanted, K how many of
+them, D hidden size, N settings of a row, R results of a row.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,9 +30,11 @@ MEMORY_ERRORS = "out of memory", "ALLOC_FAILED", "can't allocate memory"
 Key = tuple[int, int, int]
 """Seed, choice and output index: all that the randomness of a draw depends on."""
 Forward = Callable[[Batch, Any], Tensor]
-"""(the rows of a step, the backend's plan for it) -> their last hidden states x_TD, valid until the next call"""
+"""(the rows of a step, the backend's plan for it) -> their last hidden states x_TD, valid until the
+next call"""
 Restrict = Callable[[Tensor, Sequence[Sample]], Tensor]
-"""(logits_FV, their samples) -> the same logits, with -inf where top-k, top-p and typical-p exclude a token"""
+"""(logits_FV, their samples) -> the same logits, with -inf where top-k, top-p and typical-p exclude
+a token"""
 
 
 class Event(Protocol):
@@ -41,33 +45,44 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """A device's queue of work. What is enqueued runs after everything enqueued before it, possibly after `enqueue` has returned."""
+    """A device's queue of work. What is enqueued runs after everything enqueued before it, possibly
+    after `enqueue` has returned.
+    """
 
     def enqueue(self, work: Callable[[], None]) -> None:
-        """Runs `work`, which touches the device and nothing else. Raises the errors of launching it; lack of memory is one of torch's
-        RuntimeErrors (see `lack_of_memory`).
+        """Runs `work`, which touches the device and nothing else. Raises the errors of launching
+        it; lack of memory is one of torch's RuntimeErrors (see `lack_of_memory`).
         """
 
     def mark(self) -> Event:
         """The point after everything enqueued so far."""
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Records `work` and returns a function that repeats it on the same tensors. Numbers that `work` takes from the host keep their
-        values of now; it must not wait for the device.
+        """Records `work` and returns a function that repeats it on the same tensors. Numbers that
+        `work` takes from the host keep their values of now; it must not wait for the device.
         """
 
 
 class RowDraws(Protocol):
-    """Kernels that draw for all rows of a step at once, and their buffers, which the next draw overwrites."""
-
-    results_SR: Tensor
-    """Of each row, 32 bits each: its token; log-probability and normaliser under the model's own distribution, and the largest logit that
-    it draws from, as float32; 1 if its states are finite, plus 2 if normaliser and the model's largest logit are.
+    """Kernels that draw for all rows of a step at once, and their buffers, which the next draw
+    overwrites.
     """
 
-    def draw(self, logits_SV: Tensor, settings_SN: Tensor, drawn_S: Tensor | None, states_SD: Tensor | None = None) -> None:
-        """Draws for all rows, by temperature and min-p (see model.draw_words.settings_SN), into results_SR and drawn_S; can be captured.
-        `states_SD`: hidden states that have to be finite.
+    results_SR: Tensor
+    """Of each row, 32 bits each: its token; log-probability and normaliser under the model's own
+    distribution, and the largest logit that it draws from, as float32; 1 if its states are finite,
+    plus 2 if normaliser and the model's largest logit are.
+    """
+
+    def draw(
+        self,
+        logits_SV: Tensor,
+        settings_SN: Tensor,
+        drawn_S: Tensor | None,
+        states_SD: Tensor | None = None,
+    ) -> None:
+        """Draws for all rows, by temperature and min-p (see model.draw_words.settings_SN), into
+        results_SR and drawn_S; can be captured. `states_SD`: hidden states that have to be finite.
         """
 
     def redraw(
@@ -79,8 +94,8 @@ class RowDraws(Protocol):
         samples: Sequence[Sample],
         restrict: Restrict,
     ) -> None:
-        """Draws again for these rows, whose samples are given, from what penalties, bias, masks and filters leave of their logits.
-        `restrict` filters rows with typical-p.
+        """Draws again for these rows, whose samples are given, from what penalties, bias, masks and
+        filters leave of their logits. `restrict` filters rows with typical-p.
         """
 
 
@@ -90,12 +105,15 @@ class Dtypes(NamedTuple):
     compute: torch.dtype
     """Of activations, and of weights that are no matrices: norms and biases."""
     matrices: torch.dtype | None
-    """Of linear layers and embedding tables; None leaves each as the checkpoint stores it, where kernels take that."""
+    """Of linear layers and embedding tables; None leaves each as the checkpoint stores it, where
+    kernels take that."""
     cache: torch.dtype
 
 
 class Device:
-    """One kind of hardware. What a subclass does not override is done by torch, and done when the call returns."""
+    """One kind of hardware. What a subclass does not override is done by torch, and done when the
+    call returns.
+    """
 
     name: str
     """The value of engine.device that selects it."""
@@ -105,22 +123,27 @@ class Device:
     default_cache_share: float
     """The share of free memory that the KV cache takes by default."""
     overcommits = False
-    """Whether an allocation succeeds without the memory being there, because it is taken only when it is first written to."""
+    """Whether an allocation succeeds without the memory being there, because it is taken only when
+    it is first written to."""
     warms_up = False
-    """Whether kernels are compiled or captured when they first run, which should happen before requests are served."""
+    """Whether kernels are compiled or captured when they first run, which should happen before
+    requests are served."""
     invariant_backend: str
     """Name of the attention backend that is batch-invariant."""
     invariant_backend_needs: str
     """What has to hold for that backend to be chosen, for error messages."""
 
     def dtypes(self, option: str) -> Dtypes:
-        """What engine.dtype means here: one dtype for everything. Raises OptionError for one that cannot be had."""
+        """What engine.dtype means here: one dtype for everything. Raises OptionError for one that
+        cannot be had.
+        """
         dtype = self.default_dtype if option == "auto" else getattr(torch, option)
         return Dtypes(dtype, dtype, dtype)
 
     def backend_for(self, pool: KVPool, num_heads: int, deterministic: bool = False) -> str:
-        """Name of the fastest attention backend for a pool of this dtype and these sizes, or with `deterministic` of the fastest that is
-        batch-invariant, if there is one. The pool may be on torch's meta device.
+        """Name of the fastest attention backend for a pool of this dtype and these sizes, or with
+        `deterministic` of the fastest that is batch-invariant, if there is one. The pool may be on
+        torch's meta device.
         """
         raise NotImplementedError
 
@@ -130,10 +153,14 @@ class Device:
 
     def forward(self, decoder: Decoder, backend: Backend) -> Forward:
         """What computes a step's hidden states, over the backend's pages."""
-        return lambda batch, plan: decoder(batch.token_ids_T, batch.position_ids_T, partial(backend.run, plan))
+        return lambda batch, plan: decoder(
+            batch.token_ids_T, batch.position_ids_T, partial(backend.run, plan)
+        )
 
     def num_parts_run(self) -> int:
-        """A number that grows while a step is computed, where the decoder does not count its own."""
+        """A number that grows while a step is computed, where the decoder does not count its
+        own.
+        """
         return 0
 
     def memory(self) -> tuple[int, int]:
@@ -145,7 +172,9 @@ class Device:
         return ""
 
     def own_memory(self) -> tuple[int, int]:
-        """Bytes of memory of the device's own that are free now, and all there are; 0 where it computes in the machine's."""
+        """Bytes of memory of the device's own that are free now, and all there are; 0 where it
+        computes in the machine's.
+        """
         return 0, 0
 
     def memory_in_words(self) -> str:
@@ -154,7 +183,9 @@ class Device:
         return f"{free} of {total} bytes are free"
 
     def failure(self, error: Exception) -> str:
-        """What is known of the hardware when a step has ended with this error; empty where it can still compute."""
+        """What is known of the hardware when a step has ended with this error; empty where it can
+        still compute.
+        """
         return ""
 
     def use_threads(self, count: int) -> None:
@@ -163,9 +194,12 @@ class Device:
     def check_float8(self) -> None:
         """Raises OptionError where the hardware cannot compute over a cache in float8."""
 
-    def step_bytes(self, prepare: Callable[[], Callable[[StepPlan], object]], plans: Sequence[StepPlan]) -> int:
-        """Memory that steps take besides weights and cache. `prepare` allocates what stays between steps and returns what runs a plan. 0
-        where nothing needs to be reserved for steps; then nothing is run.
+    def step_bytes(
+        self, prepare: Callable[[], Callable[[StepPlan], object]], plans: Sequence[StepPlan]
+    ) -> int:
+        """Memory that steps take besides weights and cache. `prepare` allocates what stays between
+        steps and returns what runs a plan. 0 where nothing needs to be reserved for steps; then
+        nothing is run.
         """
         return 0
 
@@ -180,42 +214,57 @@ class Device:
         return None
 
     def upload(self, values: Numbers, dtype: torch.dtype | None = None) -> Tensor:
-        """A non-blocking copy on the device. The host's values may change as soon as this has returned."""
+        """A non-blocking copy on the device. The host's values may change as soon as this has
+        returned.
+        """
         return values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
 
     def for_upload(self, values: Tensor) -> Tensor:
-        """The same values, where a non-blocking copy to the device can read them; they are kept until it has."""
+        """The same values, where a non-blocking copy to the device can read them; they are kept
+        until it has.
+        """
         return values
 
     def download(self, x: Tensor) -> Tensor:
-        """A non-blocking copy on the host. It may be read when an event after it has been reached."""
+        """A non-blocking copy on the host. It may be read when an event after it has been
+        reached.
+        """
         return x.clone()
 
     def summary(self, logits_SV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(normaliser_S, largest_S, tokens_S) of float32 logits: the logarithm of the sum of each row's exponentials, its largest logit
-        and the index of that. torch's normaliser is not batch-invariant.
+        """(normaliser_S, largest_S, tokens_S) of float32 logits: the logarithm of the sum of each
+        row's exponentials, its largest logit and the index of that. torch's normaliser is not
+        batch-invariant.
         """
         return logits_SV.logsumexp(dim=-1), *logits_SV.max(dim=-1)
 
     def exponential_noise(self, keys: Sequence[Key], count: int) -> Tensor:
-        """`count` exponentially distributed numbers (mean 1) for each key, as float64; a pure function of the key."""
-        return self.upload(torch.from_numpy(np.stack([philox_exponentials(*key, count) for key in keys])))
+        """`count` exponentially distributed numbers (mean 1) for each key, as float64; a pure
+        function of the key.
+        """
+        return self.upload(
+            torch.from_numpy(np.stack([philox_exponentials(*key, count) for key in keys]))
+        )
 
     def row_draws(self, num_rows: int, num_tokens: int) -> RowDraws | None:
         """Draws of up to so many rows of logits of so many tokens; None where no kernels draw."""
         return None
 
     def largest(self, logits_FV: Tensor, count: int) -> Tensor:
-        """Indices of each row's largest logits, in an order that does not depend on other rows. -> ids_FK"""
+        """Indices of each row's largest logits, in an order that does not depend on other rows. ->
+        ids_FK
+        """
         return logits_FV.topk(count, dim=-1).indices
 
     def raise_if_broken(self) -> None:
-        """Raises the device's own error where it can no longer compute: kernel launchers may report that as any error."""
+        """Raises the device's own error where it can no longer compute: kernel launchers may report
+        that as any error.
+        """
 
 
 def philox_exponentials(seed: int, choice: int, index: int, count: int) -> NDArray[np.float64]:
-    """`count` exponentially distributed numbers (mean 1), a pure function of the arguments: Philox (Salmon et al. 2011) with the seed as
-    its key and a counter that starts at (choice, index).
+    """`count` exponentially distributed numbers (mean 1), a pure function of the arguments: Philox
+    (Salmon et al. 2011) with the seed as its key and a counter that starts at (choice, index).
     """
     philox = np.random.Philox(key=seed & (2**64 - 1), counter=[0, index, choice, 0])
     return np.random.Generator(philox).standard_exponential(count)
@@ -223,8 +272,11 @@ def philox_exponentials(seed: int, choice: int, index: int, count: int) -> NDArr
 
 def is_lack_of_memory(error: Exception) -> bool:
     """Whether an error says that the device is out of memory."""
-    # torch's allocator has an exception of its own; CUDA graphs, libraries, Triton and the CPU's allocator have texts.
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in MEMORY_ERRORS)
+    # torch's allocator has an exception of its own; CUDA graphs, libraries, Triton and the CPU's
+    # allocator have texts.
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        text in str(error) for text in MEMORY_ERRORS
+    )
 
 
 def lack_of_memory(error: RuntimeError) -> str:

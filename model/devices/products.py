@@ -1,7 +1,8 @@
-"""Products: what computes a decoder's matrix products. torch does by default; devices with kernels of their own replace modules.
+"""Products: what computes a decoder's matrix products. torch does by default; devices with kernels
+of their own replace modules.
 
-`replace` runs before a checkpoint is read: quantized matrices are filled row by row, and no float copy of them ever exists. `finish` runs
-when they are filled. It knows nothing of checkpoints.
+`replace` runs before a checkpoint is read: quantized matrices are filled row by row, and no float
+copy of them ever exists. `finish` runs when they are filled. It knows nothing of checkpoints.
 """
 
 import torch
@@ -21,7 +22,9 @@ class Products:
         self.quantization, self.name = quantization, name
 
     def replace(self, decoder: Decoder, dtype: torch.dtype) -> None:
-        """Puts modules without values in the place of a decoder's, whose parameters have no values yet either."""
+        """Puts modules without values in the place of a decoder's, whose parameters have no values
+        yet either.
+        """
         assert self.quantization in ("auto", "none"), self.quantization
 
     def finish(self, decoder: Decoder) -> None:

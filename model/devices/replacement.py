@@ -1,6 +1,8 @@
-"""Replacing modules of a decoder by modules with kernels of their own: what every device's replacements have in common.
+"""Replacing modules of a decoder by modules with kernels of their own: what every device's
+replacements have in common.
 
-Invariant: a replacement has the parameter names of the module it replaces, so that a checkpoint is read into it all the same.
+Invariant: a replacement has the parameter names of the module it replaces, so that a checkpoint is
+read into it all the same.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,8 +29,8 @@ class RowMatrix(nn.Module):
         self.weight = _parameter(weight)
 
     def divided(self, stored: Sequence[tuple[int, Held]]) -> "Sequence[RowMatrix]":
-        """The matrices that take the parts that a checkpoint has of this one, so many rows each, stored like this (of an only part 0 rows):
-        this one takes all, or each part has one.
+        """The matrices that take the parts that a checkpoint has of this one, so many rows each,
+        stored like this (of an only part 0 rows): this one takes all, or each part has one.
         """
         return [self]
 
@@ -62,13 +64,17 @@ class NormReplacement(nn.Module):
 
 
 class FusedLinear(nn.Module):
-    """A linear layer that applies the activation after it and, where `gated`, multiplies: activation(first half) * second half."""
+    """A linear layer that applies the activation after it and, where `gated`, multiplies:
+    activation(first half) * second half.
+    """
 
     activation, gated = "none", False
 
 
 def replace_modules(root: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Puts `replacement(module)` in the place of each module for which there is one. FusedLinears take over an MLP's activation."""
+    """Puts `replacement(module)` in the place of each module for which there is one. FusedLinears
+    take over an MLP's activation.
+    """
     for name, module in list(root.named_modules()):
         if (found := replacement(module)) is not None:
             root.set_submodule(name, found)

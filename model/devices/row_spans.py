@@ -15,7 +15,8 @@ from model.step import Row
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """Where one row's tokens are on T, and what they attend to: the `num_keys` keys on `pages`, causally, within `window`.
+    """Where one row's tokens are on T, and what they attend to: the `num_keys` keys on `pages`,
+    causally, within `window`.
 
     Key 0 is at the beginning of a page, not always of the row; the row's tokens are the last keys.
     """
@@ -48,13 +49,25 @@ def _group(batch: Batch, number: int, group: LayerGroup) -> GroupBatch:
     for row in batch.rows:
         pages, positions = row.pages[number], range(row.start, row.start + len(row.tokens))
         for stack in range(stacks):
-            slots[stack] += [pages[p // page_size * stacks + stack] * page_size + p % page_size for p in positions]
-    spans = tuple(_span(row, first, number, group, page_size) for row, first in zip(batch.rows, batch.firsts, strict=True))
-    return GroupBatch(torch.tensor(slots, dtype=torch.long, device=batch.token_ids_T.device), spans, stacks)
+            slots[stack] += [
+                pages[p // page_size * stacks + stack] * page_size + p % page_size
+                for p in positions
+            ]
+    spans = tuple(
+        _span(row, first, number, group, page_size)
+        for row, first in zip(batch.rows, batch.firsts, strict=True)
+    )
+    return GroupBatch(
+        torch.tensor(slots, dtype=torch.long, device=batch.token_ids_T.device), spans, stacks
+    )
 
 
 def _span(row: Row, first: int, number: int, group: LayerGroup, page_size: int) -> RowSpan:
     end = row.start + len(row.tokens)
     first_page = group.first_seen(row.start) // page_size
-    pages = list(row.pages[number][first_page * group.num_stacks : pages_for(end, page_size) * group.num_stacks])
+    pages = list(
+        row.pages[number][
+            first_page * group.num_stacks : pages_for(end, page_size) * group.num_stacks
+        ]
+    )
     return RowSpan(first, len(row.tokens), end - first_page * page_size, group.window, pages)

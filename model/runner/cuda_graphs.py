@@ -1,13 +1,15 @@
 """CudaGraphs: CUDA graphs of steps of few tokens, by bucket of their number and of context length.
 
-Most steps of a server compute one token for each row and draw after it, in about a hundred small launches. Such a step is captured once
-for each bucket over static tensors; a step replays the smallest graph that it fits in, and fills it up with padding. So does a mixed step
-of decode rows and short chunks of prompts, each of whose tokens is a row of its own. Invariant: nothing is
-captured while requests are served; what a replay reads was copied into place by the same step, after the replay before it. Where the
-device has kernels for it, a captured step ends with the draw of all its rows. It knows nothing of requests, penalties and filters.
+Most steps of a server compute one token for each row and draw after it, in about a hundred small
+launches. Such a step is captured once for each bucket over static tensors; a step replays the
+smallest graph that it fits in, and fills it up with padding. So does a mixed step of decode rows
+and short chunks of prompts, each of whose tokens is a row of its own. Invariant: nothing is
+captured while requests are served; what a replay reads was copied into place by the same step,
+after the replay before it. Where the device has kernels for it, a captured step ends with the draw
+of all its rows. It knows nothing of requests, penalties and filters.
 
-Shape letters: B rows of a captured step, S rows of a step, D hidden size, V vocabulary, N settings of a draw, W pages of a line, F fields
-and R rows of a DecodeStep.
+Shape letters: B rows of a captured step, S rows of a step, D hidden size, V vocabulary, N settings
+of a draw, W pages of a line, F fields and R rows of a DecodeStep.
 """
 
 import logging
@@ -21,7 +23,15 @@ import torch
 from torch import Tensor
 
 from cache.layout import CacheLayout, pages_for
-from model.decode import NO_LINE, NUM_FIELDS, DecodeStep, DecodeTable, Numbers, aligned, table_widths
+from model.decode import (
+    NO_LINE,
+    NUM_FIELDS,
+    DecodeStep,
+    DecodeTable,
+    Numbers,
+    aligned,
+    table_widths,
+)
 from model.decoder import Decoder
 from model.devices.backend import Backend
 from model.devices.device import Device, RowDraws, Stream, is_lack_of_memory
@@ -38,8 +48,9 @@ FOUND = 4096
 LEAST_SEVERAL = 32
 """The smallest size of mixed steps. Smaller ones are padded."""
 MOST_KEYS_AGAIN = 2**17
-"""Keys that the chunks of a mixed step may read again because each token reads its own: 64 MiB of a layer for 128 columns, some 15 us from
-an H100's L2. Tiles, which read them for several tokens at once, need a launch kernel by kernel, some 70 us of the host for a layer.
+"""Keys that the chunks of a mixed step may read again because each token reads its own: 64 MiB of a
+layer for 128 columns, some 15 us from an H100's L2. Tiles, which read them for several tokens at
+once, need a launch kernel by kernel, some 70 us of the host for a layer.
 """
 
 
@@ -56,22 +67,29 @@ class Shape(Protocol, Hashable):
 
 @runtime_checkable
 class ListedBackend(Backend, Protocol):
-    """A Backend that computes a step of single tokens from numbers on the device, so that a graph can be replayed with others."""
+    """A Backend that computes a step of single tokens from numbers on the device, so that a graph
+    can be replayed with others.
+    """
 
     def contexts(self, longest: int) -> Sequence[int]:
         """Upper ends of the buckets of context lengths, up to the bucket of the longest context."""
 
     def shape(self, num_keys: int, num_rows: int, several: bool = False) -> Shape | None:
-        """The bucket of steps of so many rows with contexts of up to `num_keys`. None where a step has to be launched kernel by kernel.
-        `several`: rows may be of one sequence, where that makes a difference.
+        """The bucket of steps of so many rows with contexts of up to `num_keys`. None where a step
+        has to be launched kernel by kernel. `several`: rows may be of one sequence, where that
+        makes a difference.
         """
 
     def listed(self, positions_B: Tensor, tables_BW: Sequence[Tensor], shape: Any) -> Any:
-        """The plan of a step, for `run`: the position of each row (NO_LINE: padding), and for each group of layers its page table."""
+        """The plan of a step, for `run`: the position of each row (NO_LINE: padding), and for each
+        group of layers its page table.
+        """
 
 
 class Lists(NamedTuple):
-    """The lists of a captured step: parts of one array on the host, or of its copy on the device."""
+    """The lists of a captured step: parts of one array on the host, or of its copy on the
+    device.
+    """
 
     fields_FB: Any
     """As in DecodeTable: positions (NO_LINE: padding), tokens, and where tokens come from."""
@@ -128,7 +146,13 @@ class CudaGraphs:
         most_rows: int,
     ) -> None:
         assert most_rows <= len(drawn_S), "padding is drawn too"
-        self._decoder, self._backend, self._layout, self._device, self._stream = decoder, backend, layout, device, stream
+        self._decoder, self._backend, self._layout, self._device, self._stream = (
+            decoder,
+            backend,
+            layout,
+            device,
+            stream,
+        )
         self._drawn_S = drawn_S
         self.sizes = [*(size for size in SIZES if size < most_rows), most_rows]
         self._numbers = torch.zeros(0, dtype=torch.int32, device=drawn_S.device)
@@ -141,43 +165,85 @@ class CudaGraphs:
         self._replays: dict[Hashable, tuple[Callable[[], None], Lists]] = {}
 
     def capture(self, steps: Iterable[DecodeStep]) -> None:
-        """Captures these steps, each in every batch size that it fits in. The largest come first: the others reuse their memory. Steps
-        that cannot be captured are launched kernel by kernel. Raises the error of a broken device.
+        """Captures these steps, each in every batch size that it fits in. The largest come first:
+        the others reuse their memory. Steps that cannot be captured are launched kernel by kernel.
+        Raises the error of a broken device.
         """
-        asked = [(step, size, several) for step in steps for several in (False, True) for size in self._sizes(several) if size >= len(step)]
-        found = ((step, self._bucket(step.num_keys, size, several)) for step, size, several in asked)
+        asked = [
+            (step, size, several)
+            for step in steps
+            for several in (False, True)
+            for size in self._sizes(several)
+            if size >= len(step)
+        ]
+        found = (
+            (step, self._bucket(step.num_keys, size, several)) for step, size, several in asked
+        )
         # Of a shape once: a backend may have the same for steps with several rows of a sequence.
-        packed = [*{bucket.shape: (bucket, self._pack(step, bucket)) for step, bucket in found if bucket is not None}.values()]
+        packed = [
+            *{
+                bucket.shape: (bucket, self._pack(step, bucket))
+                for step, bucket in found
+                if bucket is not None
+            }.values()
+        ]
         packed.sort(key=lambda pair: -pair[0].num_numbers)
         if packed:
-            self._numbers = torch.zeros(packed[0][0].num_numbers, dtype=torch.int32, device=self._drawn_S.device)
+            self._numbers = torch.zeros(
+                packed[0][0].num_numbers, dtype=torch.int32, device=self._drawn_S.device
+            )
         num_failed = 0
         for (shape, widths, _), numbers in packed:
             if shape not in self._replays:
                 self._numbers[: len(numbers)].copy_(self._device.upload(torch.from_numpy(numbers)))
                 lists = Lists.of(self._numbers, shape.num_rows, widths)
                 try:
-                    self._replays[shape] = self._stream.capture(partial(self._work, lists, shape)), lists
+                    self._replays[shape] = (
+                        self._stream.capture(partial(self._work, lists, shape)),
+                        lists,
+                    )
                 except Exception as error:
                     self._device.raise_if_broken()
                     if is_lack_of_memory(error):
-                        log.warning("memory is short: %d CUDA graphs, other steps are launched kernel by kernel", self.num_captured)
+                        log.warning(
+                            "memory is short: %d CUDA graphs, other steps are launched kernel by "
+                            "kernel",
+                            self.num_captured,
+                        )
                         break
                     if not num_failed:
-                        log.warning("a step of %d sequences cannot be captured as a CUDA graph", shape.num_rows, exc_info=True)
+                        log.warning(
+                            "a step of %d sequences cannot be captured as a CUDA graph",
+                            shape.num_rows,
+                            exc_info=True,
+                        )
                     num_failed += 1
         if num_failed:
-            log.warning("%d CUDA graphs are missing; such steps are launched kernel by kernel, which is slower", num_failed)
+            log.warning(
+                "%d CUDA graphs are missing; such steps are launched kernel by kernel, which is "
+                "slower",
+                num_failed,
+            )
         self._find.cache_clear()
 
     def _sizes(self, several: bool) -> list[int]:
         """Numbers of rows for which steps are captured."""
-        return [size for size in self.sizes if size >= LEAST_SEVERAL] or self.sizes[-1:] if several else self.sizes
+        return (
+            [size for size in self.sizes if size >= LEAST_SEVERAL] or self.sizes[-1:]
+            if several
+            else self.sizes
+        )
 
-    def _captured_for(self, size: int, num_pages: int, several: bool) -> tuple[Bucket, Callable[[], None], Lists] | None:
+    def _captured_for(
+        self, size: int, num_pages: int, several: bool
+    ) -> tuple[Bucket, Callable[[], None], Lists] | None:
         """The graph for steps of this size whose longest context has so many pages."""
         bucket = self._bucket(num_pages * self._layout.page_size, size, several)
-        return None if bucket is None or (found := self._replays.get(bucket.shape)) is None else (bucket, *found)
+        return (
+            None
+            if bucket is None or (found := self._replays.get(bucket.shape)) is None
+            else (bucket, *found)
+        )
 
     @property
     def num_captured(self) -> int:
@@ -189,7 +255,11 @@ class CudaGraphs:
         if shape is None:
             return None
         widths = table_widths(self._layout, shape.num_keys)
-        return Bucket(shape, widths, NUM_FIELDS * aligned(size) + aligned(size * NUM_SETTINGS) + size * sum(widths))
+        return Bucket(
+            shape,
+            widths,
+            NUM_FIELDS * aligned(size) + aligned(size * NUM_SETTINGS) + size * sum(widths),
+        )
 
     def _pack(self, step: DecodeStep, bucket: Bucket) -> Numbers:
         num_rows, size = len(step), bucket.shape.num_rows
@@ -205,7 +275,9 @@ class CudaGraphs:
         """The step itself, over static tensors."""
         size, (positions_B, ids_B, sources_B) = shape.num_rows, lists.fields_FB
         ids_B = torch.where(sources_B >= 0, self._drawn_S[sources_B.clamp(min=0)], ids_B)
-        attend = partial(self._backend.run, self._backend.listed(positions_B, lists.tables_BW, shape))
+        attend = partial(
+            self._backend.run, self._backend.listed(positions_B, lists.tables_BW, shape)
+        )
         # Every table of positions has one for 0.
         x_BD = self._decoder(ids_B, positions_B.clamp(min=0), attend)
         logits_BV = self._decoder.logits(x_BD)
@@ -218,31 +290,49 @@ class CudaGraphs:
         else:
             self._draws.draw(self._logits_BV[:size], lists.settings_BN, self._drawn_S, x_BD)
 
-    def step_of(self, plan: StepPlan, sources_of: Callable[[Sequence[Row]], Sequence[int]]) -> DecodeStep | None:
-        """A step with a row for each token; None where these may not be rows of a graph. `sources_of`: those of listed rows."""
+    def step_of(
+        self, plan: StepPlan, sources_of: Callable[[Sequence[Row]], Sequence[int]]
+    ) -> DecodeStep | None:
+        """A step with a row for each token; None where these may not be rows of a graph.
+        `sources_of`: those of listed rows.
+        """
         num_tokens, num_keys = 0 if plan.decode is None else len(plan.decode), 0
         for row in plan.listed:
-            if row.scoring is not None or row.drafts or (row.sample is None and len(row.tokens) == 1):
+            if (
+                row.scoring is not None
+                or row.drafts
+                or (row.sample is None and len(row.tokens) == 1)
+            ):
                 return None
             num_tokens += len(row.tokens)
             num_keys += (len(row.tokens) - 1) * (row.start + len(row.tokens))
         if num_tokens > self.sizes[-1] or num_keys > MOST_KEYS_AGAIN:
             return None
-        return DecodeTable.of(self._layout, plan.listed, sources_of(plan.listed), plan.decode).advance()
+        return DecodeTable.of(
+            self._layout, plan.listed, sources_of(plan.listed), plan.decode
+        ).advance()
 
     def find(self, step: DecodeStep, several: bool = False) -> "Callable[[], Replayed] | None":
-        """A function that replays this step; None where no graph fits. `several`: whether rows are of one sequence."""
+        """A function that replays this step; None where no graph fits. `several`: whether rows are
+        of one sequence.
+        """
         sizes = self._sizes(several)
         if len(step) > sizes[-1]:
             return None
-        captured = self._find(sizes[bisect_left(sizes, len(step))], pages_for(step.num_keys, self._layout.page_size), several)
+        captured = self._find(
+            sizes[bisect_left(sizes, len(step))],
+            pages_for(step.num_keys, self._layout.page_size),
+            several,
+        )
         if captured is None:
             return None
         bucket, replay, lists = captured
         numbers = self._device.for_upload(torch.from_numpy(self._pack(step, bucket)))
         return partial(self._replay, numbers, replay, lists, len(step))
 
-    def _replay(self, numbers: Tensor, replay: Callable[[], None], lists: Lists, num_rows: int) -> Replayed:
+    def _replay(
+        self, numbers: Tensor, replay: Callable[[], None], lists: Lists, num_rows: int
+    ) -> Replayed:
         self._numbers[: len(numbers)].copy_(numbers, non_blocking=True)
         replay()
         logits_SV = self._logits_BV[:num_rows]

@@ -1,6 +1,7 @@
 """PendingStep: a launched step, whose result can be read when the device has computed it.
 
-Invariant: `result` reads only what was copied to the host for this step. It decides nothing, and knows no device.
+Invariant: `result` reads only what was copied to the host for this step. It decides nothing, and
+knows no device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,13 +16,19 @@ from model.step import Row, SampledToken, SampleError, StepResult
 
 
 class PendingStep:
-    """One step. The runner that launches it sets `draws`, `scores` and `finite_T`, and `event` where the device may still be computing."""
+    """One step. The runner that launches it sets `draws`, `scores` and `finite_T`, and `event`
+    where the device may still be computing.
+    """
 
     def __init__(self, rows: Sequence[Row], firsts: Sequence[int], num_decoding: int = 0) -> None:
         self.rows, self.firsts, self.num_decoding = rows, firsts, num_decoding
-        """Rows with the index of the first token of each; before them so many rows of one token that draw once."""
-        # Nearly all rows draw once; calling `samples` for each would take as long as launching them all.
-        self.samples = [row.samples if row.drafts or row.sample is None else [row.sample] for row in rows]
+        """Rows with the index of the first token of each; before them so many rows of one token
+        that draw once."""
+        # Nearly all rows draw once; calling `samples` for each would take as long as launching them
+        # all.
+        self.samples = [
+            row.samples if row.drafts or row.sample is None else [row.sample] for row in rows
+        ]
         self.draws: Draws | None = None
         """A draw for each sample of each row, in their order."""
         self.scores: list[tuple[list[int], Scores]] = []
@@ -30,12 +37,15 @@ class PendingStep:
         """Whether the states of each token are finite; None where draws tell it."""
         self.event: Event | None = None
         self._lines: list[int] | None = None
-        """For each token of the rows its line, where tokens are lines of a DecodeStep (see `lines_of`)."""
+        """For each token of the rows its line, where tokens are lines of a DecodeStep (see
+        `lines_of`)."""
         self._result: StepResult | None = None
 
     @classmethod
     def of_lines(cls, rows: Sequence[Row], num_decoding: int) -> "PendingStep":
-        """A step that has a line for each token of these rows, after those of the rows that decode."""
+        """A step that has a line for each token of these rows, after those of the rows that
+        decode.
+        """
         counts = (len(row.tokens) for row in rows)
         pending = cls(rows, [*accumulate(counts, initial=num_decoding)][:-1], num_decoding)
         pending._lines = lines_of(rows, num_decoding)
@@ -43,7 +53,9 @@ class PendingStep:
 
     @property
     def done(self) -> bool:
-        """Whether the step was computed before `launch` returned, so that `result` does not wait."""
+        """Whether the step was computed before `launch` returned, so that `result` does not
+        wait.
+        """
         return self.event is None
 
     def result(self) -> StepResult:
@@ -67,7 +79,9 @@ class PendingStep:
             finite_T = [*finite_S[: self.num_decoding], *(finite_S[line] for line in self._lines)]
         if not all(finite_T):
             spans = [(i, 1) for i in range(self.num_decoding)]
-            spans += [(first, len(row.tokens)) for row, first in zip(self.rows, self.firsts, strict=True)]
+            spans += [
+                (first, len(row.tokens)) for row, first in zip(self.rows, self.firsts, strict=True)
+            ]
             for i, (first, count) in enumerate(spans):
                 if not all(finite_T[first : first + count]):
                     drawn[i] = NOT_FINITE_STATES

@@ -1,8 +1,10 @@
 """ModelRunner: weights, KV pool and attention backend, which compute a StepPlan.
 
-It makes no scheduling decisions: the scheduler chooses rows and pages. On a device with a stream, the next step can be planned and launched
-while one computes. A row that continues with a token that the previous step draws takes it on the device, from `_drawn_S`, into which every
-step copies its tokens. Invariant: between two calls, that token and the pool's pages are all the state it has of a sequence.
+It makes no scheduling decisions: the scheduler chooses rows and pages. On a device with a stream,
+the next step can be planned and launched while one computes. A row that continues with a token that
+the previous step draws takes it on the device, from `_drawn_S`, into which every step copies its
+tokens. Invariant: between two calls, that token and the pool's pages are all the state it has of a
+sequence.
 
 Shape letters: T tokens of the step, S draws, D hidden size, V vocabulary.
 """
@@ -43,7 +45,8 @@ GREEDY, SORTING = Sampling(temperature=0.0), Sampling(top_p=0.9, typical_p=0.9)
 class ModelRunner:
     """Runs steps of one model on one device.
 
-    With a stream, steps have at most `most_tokens` tokens, and those of up to `most_rows` rows can be captured as CUDA graphs.
+    With a stream, steps have at most `most_tokens` tokens, and those of up to `most_rows` rows can
+    be captured as CUDA graphs.
     """
 
     def __init__(
@@ -56,7 +59,9 @@ class ModelRunner:
         most_rows: int = 0,
         most_tokens: int = 0,
     ) -> None:
-        assert stream is None or decoder.spec.experts is None, "the host chooses experts, and its choice would be captured"
+        assert stream is None or decoder.spec.experts is None, (
+            "the host chooses experts, and its choice would be captured"
+        )
         self.decoder = decoder
         self.pool = pool
         self.backend = backend
@@ -69,46 +74,71 @@ class ModelRunner:
         """The sequences whose tokens drawn_S holds once the step launched last is done."""
         self._graphs: CudaGraphs | None = None
         if stream is not None and isinstance(backend, ListedBackend):
-            self._graphs = CudaGraphs(decoder, backend, pool.layout, device, stream, self._drawn_S, most_rows)
+            self._graphs = CudaGraphs(
+                decoder, backend, pool.layout, device, stream, self._drawn_S, most_rows
+            )
 
     @classmethod
-    def load(cls, folder: Path, spec: ModelSpec, options: EngineOptions, report: Report = lambda *_: None) -> "ModelRunner":
-        """Reads the weights and allocates the pool. Raises CheckpointError, OptionError, and MemoryError as `over`."""
+    def load(
+        cls, folder: Path, spec: ModelSpec, options: EngineOptions, report: Report = lambda *_: None
+    ) -> "ModelRunner":
+        """Reads the weights and allocates the pool. Raises CheckpointError, OptionError, and
+        MemoryError as `over`.
+        """
         device = find_device(options.device)
         device.use_threads(options.threads)
         dtype = device.dtypes(options.dtype).compute
         _check_options(spec, options, device)
-        products = device.products(device.dtypes(options.dtype), options.quantization, options.deterministic)
+        products = device.products(
+            device.dtypes(options.dtype), options.quantization, options.deterministic
+        )
         decoder = load_decoder(folder, spec, dtype, device.torch_device, products, report)
         report("measuring memory", 0, 0)
         runner = cls.over(decoder, device, options)
         if device.warms_up:
             report("compiling kernels", 0, 0)
-            longest = runner.pool.layout.most_tokens(runner.pool.num_pages, options.step_tokens, options.max_context)
+            longest = runner.pool.layout.most_tokens(
+                runner.pool.num_pages, options.step_tokens, options.max_context
+            )
             runner.capture(longest)
             runner.warm_up(longest)
         return runner
 
     @classmethod
     def over(cls, decoder: Decoder, device: Device, options: EngineOptions) -> "ModelRunner":
-        """A runner of a loaded decoder and a cache. Raises MemoryError if the memory for the cache is not there, or if its pages cannot
-        hold one token of a sequence.
+        """A runner of a loaded decoder and a cache. Raises MemoryError if the memory for the cache
+        is not there, or if its pages cannot hold one token of a sequence.
         """
         spec = decoder.spec
         layout = CacheLayout.of(spec.num_layers, spec.windows, options.page_size)
         itemsize = _pool(spec, layout, 1, options, device, META).keys_LPSd.itemsize
-        page_bytes = bytes_per_page(layout, spec.key_dim, spec.value_dim, spec.value_in_key, itemsize)
-        # Steps are measured before free memory is: the first ones load libraries, whose memory stays taken.
+        page_bytes = bytes_per_page(
+            layout, spec.key_dim, spec.value_dim, spec.value_in_key, itemsize
+        )
+        # Steps are measured before free memory is: the first ones load libraries, whose memory
+        # stays taken.
         steps = 0 if options.pages else _step_bytes(decoder, device, options, layout)
         free = device.memory()[0] - steps
         num_pages = options.pages or _pages_that_fit(layout, page_bytes, options, device, free)
         if layout.most_tokens(num_pages, options.step_tokens, options.max_context) < 1:
-            allowed = f"cache.pages is {num_pages}" if options.pages else f"cache.memory allows {num_pages}"
-            needed = f"{layout.pages_per_block}, {layout.pages_per_block * page_bytes} bytes; {device.memory_in_words()}"
-            raise MemoryError(f"{allowed} pages; {options.page_size} tokens of one sequence need {needed}")
+            allowed = (
+                f"cache.pages is {num_pages}"
+                if options.pages
+                else f"cache.memory allows {num_pages}"
+            )
+            needed = (
+                f"{layout.pages_per_block}, {layout.pages_per_block * page_bytes} bytes; "
+                f"{device.memory_in_words()}"
+            )
+            raise MemoryError(
+                f"{allowed} pages; {options.page_size} tokens of one sequence need {needed}"
+            )
         wanted = num_pages * page_bytes
         if device.overcommits and wanted > free:
-            raise MemoryError(f"a cache of {num_pages} pages takes {wanted} bytes, {free} are free; lower cache.pages or cache.memory")
+            raise MemoryError(
+                f"a cache of {num_pages} pages takes {wanted} bytes, {free} are free; lower "
+                "cache.pages or cache.memory"
+            )
         try:
             pool = _pool(spec, layout, num_pages, options, device)
             backend = _backend(spec, pool, device, options)
@@ -116,10 +146,12 @@ class ModelRunner:
             if isinstance(error, RuntimeError):
                 lack_of_memory(error)
             raise MemoryError(
-                f"a cache of {num_pages} pages takes {wanted} bytes, which cannot be had; {device.memory_in_words()}; "
+                f"a cache of {num_pages} pages takes {wanted} bytes, which cannot be had; "
+                f"{device.memory_in_words()}; "
                 "lower cache.pages or cache.memory"
             ) from error
-        # With experts, which the host chooses, every layer waits for the device: there is nothing to overlap or capture.
+        # With experts, which the host chooses, every layer waits for the device: there is nothing
+        # to overlap or capture.
         stream = device.stream() if spec.experts is None else None
         return cls(decoder, pool, backend, device, stream, options.max_running, options.step_tokens)
 
@@ -131,7 +163,11 @@ class ModelRunner:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all parameters."""
-        filling = sum(m.num_filling * m.weight.itemsize for m in self.decoder.modules() if isinstance(m, RowMatrix))
+        filling = sum(
+            m.num_filling * m.weight.itemsize
+            for m in self.decoder.modules()
+            if isinstance(m, RowMatrix)
+        )
         return sum(parameter.nbytes for parameter in self.decoder.parameters()) - filling
 
     @property
@@ -142,61 +178,97 @@ class ModelRunner:
 
     @property
     def kernels(self) -> str:
-        """What computes attention, and products where that is another: kernels of ours (with their vector width) or torch's."""
+        """What computes attention, and products where that is another: kernels of ours (with their
+        vector width) or torch's.
+        """
         attention, products = self.backend.name, self.decoder.products
         return attention if attention == products else f"{attention}+{products}"
 
     @property
     def deterministic(self) -> bool:
-        """Whether the outputs of a sequence depend on that sequence alone, bit for bit (batch invariance)."""
+        """Whether the outputs of a sequence depend on that sequence alone, bit for bit (batch
+        invariance).
+        """
         return self.backend.batch_invariant and self.decoder.batch_invariant
 
     @property
     def progress(self) -> int:
-        """A number that grows with every layer and every batch of logits computed, which tells a long step from one that hangs."""
+        """A number that grows with every layer and every batch of logits computed, which tells a
+        long step from one that hangs.
+        """
         return self.decoder.num_parts_run + self.device.num_parts_run()
 
     def capture(self, longest: int) -> int:
-        """Captures steps of every batch size, for contexts up to the longest; returns how many. Takes seconds."""
+        """Captures steps of every batch size, for contexts up to the longest; returns how many.
+        Takes seconds.
+        """
         if self._graphs is None or not isinstance(self.backend, ListedBackend):
             return 0
         # At the end of a context of each length, in page 0, which holds nothing yet.
         draw, layout = Sample(GREEDY, (), ()), self.pool.layout
-        rows = [Row(0, [0], keys - 1, all_in_page_0(layout, keys), draw) for keys in self.backend.contexts(longest)]
+        rows = [
+            Row(0, [0], keys - 1, all_in_page_0(layout, keys), draw)
+            for keys in self.backend.contexts(longest)
+        ]
         examples = [DecodeTable.of(layout, [row], [PENDING]).advance() for row in rows]
         with torch.inference_mode():
             self._graphs.capture(examples)
         return self._graphs.num_captured
 
     def warm_up(self, longest: int) -> None:
-        """Computes a step at the end of the longest context for every way of drawing that has kernels of its own, and short and long chunks
-        beside few and many single tokens, so that kernels are compiled before requests are served.
+        """Computes a step at the end of the longest context for every way of drawing that has
+        kernels of its own, and short and long chunks beside few and many single tokens, so that
+        kernels are compiled before requests are served.
         """
         pages = all_in_page_0(self.pool.layout, longest)
-        for sampling in (GREEDY, Sampling(), Sampling(top_p=0.9), Sampling(top_p=0.9, presence_penalty=1.0), SORTING):
+        for sampling in (
+            GREEDY,
+            Sampling(),
+            Sampling(top_p=0.9),
+            Sampling(top_p=0.9, presence_penalty=1.0),
+            SORTING,
+        ):
             self.run(StepPlan((Row(0, [0], longest - 1, pages, Sample(sampling, (), ())),)))
-        # A step of few tokens would be captured. Its kernels also serve where there is no graph: behind long prompts, and with scores.
+        # A step of few tokens would be captured. Its kernels also serve where there is no graph:
+        # behind long prompts, and with scores.
         graphs, self._graphs = self._graphs, None
-        for num_singles, chunk in product({1, self._most_rows}, {2, len(self._drawn_S) - self._most_rows}):
+        for num_singles, chunk in product(
+            {1, self._most_rows}, {2, len(self._drawn_S) - self._most_rows}
+        ):
             if num_singles and (count := min(chunk, longest)) > 1:
-                singles = [Row(1 + i, [0], longest - 1, pages, Sample(GREEDY, (), ())) for i in range(num_singles)]
-                _try(self, StepPlan((Row(0, [0] * count, 0, all_in_page_0(self.pool.layout, count), None), *singles)))
+                singles = [
+                    Row(1 + i, [0], longest - 1, pages, Sample(GREEDY, (), ()))
+                    for i in range(num_singles)
+                ]
+                _try(
+                    self,
+                    StepPlan(
+                        (
+                            Row(0, [0] * count, 0, all_in_page_0(self.pool.layout, count), None),
+                            *singles,
+                        )
+                    ),
+                )
         self._graphs = graphs
         self.pool.clear(self.device.upload([0]))
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Computes every row of `plan` and draws a token for each that samples. Raises MemoryError; a part of the plan may still fit."""
+        """Computes every row of `plan` and draws a token for each that samples. Raises MemoryError;
+        a part of the plan may still fit.
+        """
         return self.launch(plan).result()
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Begins a step after all that were begun before. A row whose last token is PENDING continues with the token that its sequence
-        draws in the step launched last. What the plan refers to may change when this has returned. Raises MemoryError.
+        """Begins a step after all that were begun before. A row whose last token is PENDING
+        continues with the token that its sequence draws in the step launched last. What the plan
+        refers to may change when this has returned. Raises MemoryError.
         """
         try:
             return self._launch(plan)
         except RuntimeError as error:
             reason = lack_of_memory(error)
-        self.device.raise_if_broken()  # A library that cannot allocate on a broken device reports lack of memory.
+        # A library that cannot allocate on a broken device reports lack of memory.
+        self.device.raise_if_broken()
         # Not within `except`: the error keeps alive what the step had made.
         self.device.release_cached_memory()
         raise MemoryError(reason)
@@ -209,13 +281,24 @@ class ModelRunner:
         batch = build_batch(plan, self.pool.layout, self.device.upload)
         num_decoding = len(batch.firsts) - len(plan.listed)
         pending = PendingStep(plan.listed, batch.firsts[num_decoding:], num_decoding)
-        work = partial(self._compute, plan, pending, batch, self.backend.plan(batch), self._pending_tokens(plan, pending))
+        work = partial(
+            self._compute,
+            plan,
+            pending,
+            batch,
+            self.backend.plan(batch),
+            self._pending_tokens(plan, pending),
+        )
         if self._stream is None:
             work()
             self.device.synchronize()
             return pending
         self._stream.enqueue(work)
-        drawn = (row.sequence for row, places in zip(plan.listed, pending.samples, strict=True) for _ in places)
+        drawn = (
+            row.sequence
+            for row, places in zip(plan.listed, pending.samples, strict=True)
+            for _ in places
+        )
         self._drawn_ids = [*(() if plan.decode is None else plan.decode.ids), *drawn]
         pending.event = self._stream.mark()
         return pending
@@ -243,22 +326,40 @@ class ModelRunner:
         places = {id: place for place, id in enumerate(self._drawn_ids)}
         return [places[row.sequence] if row.tokens[-1] == PENDING else PENDING for row in rows]
 
-    def _pending_tokens(self, plan: StepPlan, pending: PendingStep) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Indices of the pending tokens among the step's tokens, and of their values in drawn_S. None where no token is ever pending."""
+    def _pending_tokens(
+        self, plan: StepPlan, pending: PendingStep
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Indices of the pending tokens among the step's tokens, and of their values in drawn_S.
+        None where no token is ever pending.
+        """
         if self._stream is None:
             return None
         known = () if plan.decode is None else plan.decode.sources_R.tolist()
-        lasts = [first + len(row.tokens) - 1 for row, first in zip(plan.listed, pending.firsts, strict=True)]
+        lasts = [
+            first + len(row.tokens) - 1
+            for row, first in zip(plan.listed, pending.firsts, strict=True)
+        ]
         found = [
-            (place, source) for place, source in chain(enumerate(known), zip(lasts, self._sources(plan.listed), strict=True)) if source >= 0
+            (place, source)
+            for place, source in chain(
+                enumerate(known), zip(lasts, self._sources(plan.listed), strict=True)
+            )
+            if source >= 0
         ]
         places, sources = zip(*found, strict=True) if found else ((), ())
         return self.device.upload(places, torch.long), self.device.upload(sources, torch.long)
 
     def _compute(
-        self, plan: StepPlan, pending: PendingStep, batch: Batch, attended: Any, taken: tuple[torch.Tensor, torch.Tensor] | None
+        self,
+        plan: StepPlan,
+        pending: PendingStep,
+        batch: Batch,
+        attended: Any,
+        taken: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None:
-        """All that the device does for a step that is launched kernel by kernel. `attended` is the backend's plan."""
+        """All that the device does for a step that is launched kernel by kernel. `attended` is the
+        backend's plan.
+        """
         if taken is not None:
             places, sources = taken
             batch.token_ids_T[places] = self._drawn_S[sources]
@@ -266,7 +367,10 @@ class ModelRunner:
         x_TD = self.forward(batch, attended)
         if len(batch.sampled_S):
             samples = [sample for places in pending.samples for sample in places]
-            logits_SV, drawn_S = self.decoder.logits(x_TD[batch.sampled_S]), None if self._stream is None else self._drawn_S
+            logits_SV, drawn_S = (
+                self.decoder.logits(x_TD[batch.sampled_S]),
+                None if self._stream is None else self._drawn_S,
+            )
             pending.draws = begin_draw(self.device, logits_SV, samples, plan.decode, drawn_S)
         self._score(pending, x_TD)
         pending.finite_T = self.device.download(x_TD.isfinite().all(dim=-1))
@@ -285,52 +389,92 @@ class ModelRunner:
             self.pool.clear(self.device.upload(plan.clear, torch.long))
 
     def _score(self, pending: PendingStep, x_TD: torch.Tensor) -> None:
-        """Scores of every row that wants any. Logits are held for SCORED_AT_ONCE tokens at a time, however long the prompts are."""
+        """Scores of every row that wants any. Logits are held for SCORED_AT_ONCE tokens at a time,
+        however long the prompts are.
+        """
         wanted = [
-            (pending.num_decoding + index, pending.firsts[index] + row.scoring.first + offset, target, row.scoring.num_top)
+            (
+                pending.num_decoding + index,
+                pending.firsts[index] + row.scoring.first + offset,
+                target,
+                row.scoring.num_top,
+            )
             for index, row in enumerate(pending.rows)
             if row.scoring is not None
             for offset, target in enumerate(row.scoring.targets)
         ]
         for begin in range(0, len(wanted), SCORED_AT_ONCE):
-            rows, states, targets, num_tops = (list(part) for part in zip(*wanted[begin : begin + SCORED_AT_ONCE], strict=True))
+            rows, states, targets, num_tops = (
+                list(part) for part in zip(*wanted[begin : begin + SCORED_AT_ONCE], strict=True)
+            )
             logits_SV = self.decoder.logits(x_TD[self.device.upload(states)])
             pending.scores.append((rows, Scores(self.device, logits_SV, targets, num_tops)))
 
 
 def _pool(
-    spec: ModelSpec, layout: CacheLayout, num_pages: int, options: EngineOptions, device: Device, place: torch.device | None = None
+    spec: ModelSpec,
+    layout: CacheLayout,
+    num_pages: int,
+    options: EngineOptions,
+    device: Device,
+    place: torch.device | None = None,
 ) -> KVPool:
     sizes, dtypes = (num_pages, spec.key_dim, spec.value_dim), device.dtypes(options.dtype)
-    stored_as, place = FLOAT8 if options.cache_dtype == "fp8" else dtypes.cache, place or device.torch_device
-    return KVPool.allocate(layout, *sizes, dtypes.compute, place, value_in_key=spec.value_in_key, stored_as=stored_as)
+    stored_as, place = (
+        FLOAT8 if options.cache_dtype == "fp8" else dtypes.cache,
+        place or device.torch_device,
+    )
+    return KVPool.allocate(
+        layout, *sizes, dtypes.compute, place, value_in_key=spec.value_in_key, stored_as=stored_as
+    )
 
 
 def _backend(spec: ModelSpec, pool: KVPool, device: Device, options: EngineOptions) -> Backend:
     heads = spec.num_query_heads
-    return create_backend(device.backend_for(pool, heads, options.deterministic), pool, spec.attention_scale, heads)
+    return create_backend(
+        device.backend_for(pool, heads, options.deterministic), pool, spec.attention_scale, heads
+    )
 
 
-def _step_bytes(decoder: Decoder, device: Device, options: EngineOptions, layout: CacheLayout) -> int:
-    """Bytes that steps take besides weights and cache, measured over the smallest cache: the largest step, and the largest captured one."""
+def _step_bytes(
+    decoder: Decoder, device: Device, options: EngineOptions, layout: CacheLayout
+) -> int:
+    """Bytes that steps take besides weights and cache, measured over the smallest cache: the
+    largest step, and the largest captured one.
+    """
 
     def prepare() -> Any:
         pool = _pool(decoder.spec, layout, layout.pages_per_block, options, device)
-        return partial(_try, ModelRunner(decoder, pool, _backend(decoder.spec, pool, device, options), device))
+        return partial(
+            _try, ModelRunner(decoder, pool, _backend(decoder.spec, pool, device, options), device)
+        )
 
     limits = options.max_running, options.max_context
-    plans = largest_step(layout, options.step_tokens, *limits), largest_step(layout, options.max_running, *limits, GREEDY)
+    plans = (
+        largest_step(layout, options.step_tokens, *limits),
+        largest_step(layout, options.max_running, *limits, GREEDY),
+    )
     return device.step_bytes(prepare, plans)
 
 
 def _try(runner: ModelRunner, plan: StepPlan) -> None:
-    """Runs a plan that may not fit: it would be computed in parts, which take the memory there is."""
+    """Runs a plan that may not fit: it would be computed in parts, which take the memory there
+    is.
+    """
     with suppress(MemoryError):
         runner.run(plan)
 
 
-def largest_step(layout: CacheLayout, step_tokens: int, max_running: int, max_context: int, sampling: Sampling = SORTING) -> StepPlan:
-    """A step that takes as much memory as any: as many tokens and as many draws as there can be. All keys lie in page 0."""
+def largest_step(
+    layout: CacheLayout,
+    step_tokens: int,
+    max_running: int,
+    max_context: int,
+    sampling: Sampling = SORTING,
+) -> StepPlan:
+    """A step that takes as much memory as any: as many tokens and as many draws as there can be.
+    All keys lie in page 0.
+    """
     sample = Sample(sampling, (), ())
     counts, left = [1] * max_running, step_tokens - max_running
     while left > 0:
@@ -338,18 +482,29 @@ def largest_step(layout: CacheLayout, step_tokens: int, max_running: int, max_co
         left -= counts[-1]
     rows = []
     for number, count in enumerate(counts):
-        rows.append(Row(number, [0] * count, 0, all_in_page_0(layout, count), sample if number < max_running else None))
+        rows.append(
+            Row(
+                number,
+                [0] * count,
+                0,
+                all_in_page_0(layout, count),
+                sample if number < max_running else None,
+            )
+        )
     return StepPlan(tuple(rows))
 
 
 def all_in_page_0(layout: CacheLayout, num_tokens: int) -> "list[array[int]]":
     """Pages of a row of so many tokens that belongs to no request."""
-    return [array("q", bytes(8 * pages_for(num_tokens, layout.page_size) * group.num_stacks)) for group in layout.groups]
+    return [
+        array("q", bytes(8 * pages_for(num_tokens, layout.page_size) * group.num_stacks))
+        for group in layout.groups
+    ]
 
 
 def _check_options(spec: ModelSpec, options: EngineOptions, device: Device) -> None:
-    """Raises OptionError where the device lacks float8 for the cache, or where attention would not be batch-invariant
-    although engine.deterministic is true.
+    """Raises OptionError where the device lacks float8 for the cache, or where attention would not
+    be batch-invariant although engine.deterministic is true.
     """
     if options.cache_dtype == "fp8":
         device.check_float8()
@@ -360,19 +515,28 @@ def _check_options(spec: ModelSpec, options: EngineOptions, device: Device) -> N
     found = device.backend_for(pool, spec.num_query_heads, options.deterministic)
     if found != device.invariant_backend:
         raise OptionError(
-            f"engine.deterministic is true, but attention by {found!r} on {device.name}, with pages of {options.page_size} and keys of "
-            f"{spec.key_dim} columns in {str(pool.keys_LPSd.dtype).removeprefix('torch.')}, is not batch-invariant; expected "
+            f"engine.deterministic is true, but attention by {found!r} on {device.name}, with "
+            f"pages of {options.page_size} and keys of "
+            f"{spec.key_dim} columns in {str(pool.keys_LPSd.dtype).removeprefix('torch.')}, is "
+            "not batch-invariant; expected "
             f"{device.invariant_backend_needs}"
         )
 
 
-def _pages_that_fit(layout: CacheLayout, page_bytes: int, options: EngineOptions, device: Device, free: int) -> int:
-    """Pages that the options allow, and no more than max_running sequences of the longest context can use at once. Raises MemoryError for
-    more memory than the device has.
+def _pages_that_fit(
+    layout: CacheLayout, page_bytes: int, options: EngineOptions, device: Device, free: int
+) -> int:
+    """Pages that the options allow, and no more than max_running sequences of the longest context
+    can use at once. Raises MemoryError for more memory than the device has.
     """
     memory = options.memory or device.default_cache_share
     if memory > (total := device.memory()[1]):
-        raise MemoryError(f"cache.memory is {memory / 2**30:.2f} GiB, and {device.name} has {total / 2**30:.2f} GiB in all; lower it")
+        raise MemoryError(
+            f"cache.memory is {memory / 2**30:.2f} GiB, and {device.name} has {total / 2**30:.2f} "
+            "GiB in all; lower it"
+        )
     budget = memory * free if memory <= 1.0 else memory
-    useful = options.max_running * layout.most_pages(options.max_context + options.page_size, options.step_tokens)
+    useful = options.max_running * layout.most_pages(
+        options.max_context + options.page_size, options.step_tokens
+    )
     return min(int(budget // page_bytes), useful)

@@ -1,1 +1,3 @@
-"""The engine process: scheduler, step loop and entry point. Only `worker` loads torch, through model.runner."""
+"""The engine process: scheduler, step loop and entry point. Only `worker` loads torch, through
+model.runner.
+"""

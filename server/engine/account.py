@@ -1,14 +1,19 @@
-"""Account: what one client of the engine was served, in tokens by weight. Which client is served next is decided by fair_shares."""
+"""Account: what one client of the engine was served, in tokens by weight. Which client is served
+next is decided by fair_shares.
+"""
 
 from dataclasses import dataclass
 
 PROMPT_COST, OUTPUT_COST = 1, 2
-"""Of a prompt token that is computed, and of an output token: many prompt tokens share a step, each output token takes one of its own."""
+"""Of a prompt token that is computed, and of an output token: many prompt tokens share a step, each
+output token takes one of its own."""
 
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """A client of the engine. `served` is its counter: the cost of what it was served, divided by its weight."""
+    """A client of the engine. `served` is its counter: the cost of what it was served, divided by
+    its weight.
+    """
 
     client: str = ""
     weight: float = 1.0

@@ -1,8 +1,9 @@
-"""EngineCore: the step loop over a scheduler and a runner. It knows nothing of processes, pipes or clocks.
+"""EngineCore: the step loop over a scheduler and a runner. It knows nothing of processes, pipes or
+clocks.
 
-With an asynchronous runner a step is launched before the tokens of the previous step are known; its rows read them on the device.
-A step that does not fit into memory is computed without its drafts, then in halves, down to a single token; a sequence fails only if
-a single token of it does not fit.
+With an asynchronous runner a step is launched before the tokens of the previous step are known; its
+rows read them on the device. A step that does not fit into memory is computed without its drafts,
+then in halves, down to a single token; a sequence fails only if a single token of it does not fit.
 """
 
 import logging
@@ -16,9 +17,12 @@ from server.engine.scheduler import PromptScored, Scheduler, TokenEvent
 
 log = logging.getLogger("onehead.engine")
 
-OUT_OF_MEMORY = SampleError("not enough memory to compute the next token of this request", code="out_of_memory")
+OUT_OF_MEMORY = SampleError(
+    "not enough memory to compute the next token of this request", code="out_of_memory"
+)
 NO_TOKEN = 0
-"""Placeholder for a token that was not sampled because its sequence failed; results computed from it are discarded."""
+"""Placeholder for a token that was not sampled because its sequence failed; results computed from
+it are discarded."""
 
 
 class PendingStep(Protocol):
@@ -40,11 +44,14 @@ class Runner(Protocol):
         """A number that grows while a plan is being computed."""
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Computes a step. Raises MemoryError if it does not fit into memory; any part of it may then be computed again."""
+        """Computes a step. Raises MemoryError if it does not fit into memory; any part of it may
+        then be computed again.
+        """
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Queues a step after those launched before. A row whose last token is PENDING takes the token that its sequence samples in the
-        previous step. The lists in the plan may change once this has returned. Raises MemoryError as `run` does.
+        """Queues a step after those launched before. A row whose last token is PENDING takes the
+        token that its sequence samples in the previous step. The lists in the plan may change once
+        this has returned. Raises MemoryError as `run` does.
         """
 
 
@@ -66,27 +73,39 @@ class EngineCore:
         return self._found_nothing and self.scheduler.has_work
 
     def step(self, before: Callable[[], object] = lambda: None) -> list[TokenEvent | PromptScored]:
-        """Runs one iteration and returns its events. An asynchronous runner launches the planned step and commits the previous one, so
-        the first call has no events; any other runner computes and commits the planned step. `before` is called once the plan is made.
+        """Runs one iteration and returns its events. An asynchronous runner launches the planned
+        step and commits the previous one, so the first call has no events; any other runner
+        computes and commits the planned step. `before` is called once the plan is made.
         """
         events: list[TokenEvent | PromptScored] = [*self.scheduler.take_masks()]
         plan = self._clearing(self.scheduler.plan())
         self._found_nothing = plan.is_empty and self._in_flight is None
-        return events + (self._commit_in_flight(None) if plan.is_empty else self._compute(plan, before))
+        return events + (
+            self._commit_in_flight(None) if plan.is_empty else self._compute(plan, before)
+        )
 
-    def _compute(self, plan: StepPlan, before: Callable[[], object]) -> list[TokenEvent | PromptScored]:
+    def _compute(
+        self, plan: StepPlan, before: Callable[[], object]
+    ) -> list[TokenEvent | PromptScored]:
         before()
         try:
             pending = self.runner.launch(plan)
         except MemoryError as error:
             reason = str(error)
         else:
-            return self.scheduler.commit(plan, pending.result()) if pending.done else self._commit_in_flight((plan, pending))
-        # Computed before the previous step is committed, as a commit changes the outputs that this plan refers to.
+            return (
+                self.scheduler.commit(plan, pending.result())
+                if pending.done
+                else self._commit_in_flight((plan, pending))
+            )
+        # Computed before the previous step is committed, as a commit changes the outputs that this
+        # plan refers to.
         result = self._run_smaller(self._with_sampled_tokens(plan), reason)
         return self._commit_in_flight(None) + self.scheduler.commit(plan, result)
 
-    def _commit_in_flight(self, following: tuple[StepPlan, PendingStep] | None) -> list[TokenEvent | PromptScored]:
+    def _commit_in_flight(
+        self, following: tuple[StepPlan, PendingStep] | None
+    ) -> list[TokenEvent | PromptScored]:
         """Commits the step in flight, if any; `following` takes its place."""
         in_flight, self._in_flight = self._in_flight, following
         if in_flight is None:
@@ -95,24 +114,39 @@ class EngineCore:
         return self.scheduler.commit(plan, pending.result())
 
     def _with_sampled_tokens(self, plan: StepPlan) -> StepPlan:
-        """The plan with each PENDING token replaced by the token that the step in flight samples."""
+        """The plan with each PENDING token replaced by the token that the step in flight
+        samples.
+        """
         if self._in_flight is None:
             return plan
         before, pending = self._in_flight
-        drawn = {row.sequence: draw for row, draw in zip(before.rows, pending.result().drawn, strict=True)}
-        return StepPlan(tuple(_with_sampled_token(row, drawn.get(row.sequence)) for row in plan.rows), plan.clear)
+        drawn = {
+            row.sequence: draw
+            for row, draw in zip(before.rows, pending.result().drawn, strict=True)
+        }
+        return StepPlan(
+            tuple(_with_sampled_token(row, drawn.get(row.sequence)) for row in plan.rows),
+            plan.clear,
+        )
 
     def _run(self, plan: StepPlan) -> StepResult:
         try:
             return self.runner.run(plan)
         except MemoryError as error:
-            reason = str(error)  # Keeping the error would keep the tensors of the failed step alive.
+            reason = str(
+                error
+            )  # Keeping the error would keep the tensors of the failed step alive.
         return self._run_smaller(plan, reason)
 
     def _run_smaller(self, plan: StepPlan, reason: str) -> StepResult:
         """Computes a plan that did not fit into memory in smaller steps."""
         num_tokens = sum(len(row.tokens) for row in plan.rows)
-        log.warning("a step of %d sequences and %d tokens does not fit into memory: %s", len(plan.rows), num_tokens, reason)
+        log.warning(
+            "a step of %d sequences and %d tokens does not fit into memory: %s",
+            len(plan.rows),
+            num_tokens,
+            reason,
+        )
         if any(row.drafts for row in plan.rows):
             return self._run(StepPlan(tuple(_without_drafts(row) for row in plan.rows), plan.clear))
         if num_tokens == 1:
@@ -126,10 +160,15 @@ class EngineCore:
         half = len(plan.rows) // 2
         left = self._run(StepPlan(plan.rows[:half], plan.clear))
         right = self._run(self._clearing(StepPlan(plan.rows[half:])))
-        return StepResult(left.drawn + right.drawn, {**left.scored, **{half + i: scored for i, scored in right.scored.items()}})
+        return StepResult(
+            left.drawn + right.drawn,
+            {**left.scored, **{half + i: scored for i, scored in right.scored.items()}},
+        )
 
     def _clearing(self, plan: StepPlan) -> StepPlan:
-        """The plan, which also clears the pages that a failed one perhaps has not; nothing has been computed since."""
+        """The plan, which also clears the pages that a failed one perhaps has not; nothing has been
+        computed since.
+        """
         if not self._uncleared or plan.is_empty:
             return plan
         clear, self._uncleared = self._uncleared, ()

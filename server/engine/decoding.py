@@ -1,8 +1,10 @@
-"""Decoding: the running sequences that compute one token a step, which are planned and accounted for together.
+"""Decoding: the running sequences that compute one token a step, which are planned and accounted
+for together.
 
-A sequence joins when its next row computes a single token and nothing but the model decides how the next one is drawn (see
-Sequence.can_decode); it leaves when it ends, is preempted, its last token has been planned, or pages are short. Invariant: line i of the
-table is that of `sequences[i]`, and each of them has one uncomputed token, known or drawn by the step planned last. It decides nothing:
+A sequence joins when its next row computes a single token and nothing but the model decides how the
+next one is drawn (see Sequence.can_decode); it leaves when it ends, is preempted, its last token
+has been planned, or pages are short. Invariant: line i of the table is that of `sequences[i]`, and
+each of them has one uncomputed token, known or drawn by the step planned last. It decides nothing:
 which sequences join, and what pages they get, is the scheduler's.
 
 Shape letters: R lines of the table.
@@ -25,18 +27,36 @@ class Decoding:
         self.sequences: list[Sequence] = []
         self._table = DecodeTable(layout, most_rows, most_tokens)
         self._limits_R = np.zeros(most_rows, np.int32)
-        """The first position for which its page table has no slot, or which is not computed because the token at it ends the sequence."""
+        """The first position for which its page table has no slot, or which is not computed because
+        the token at it ends the sequence."""
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     def join(self, sequence: Sequence, source: int) -> None:
-        """Adds a sequence. `source`: index of the draw of its last token in the step planned last, if that is in flight."""
+        """Adds a sequence. `source`: index of the draw of its last token in the step planned last,
+        if that is in flight.
+        """
         is_known = not sequence.num_unseen
-        sample = Sample(sequence.sampling, sequence.prompt, sequence.output, (), sequence.num_top, None, sequence.num_unseen)
+        sample = Sample(
+            sequence.sampling,
+            sequence.prompt,
+            sequence.output,
+            (),
+            sequence.num_top,
+            None,
+            sequence.num_unseen,
+        )
         token = sequence.last_token if is_known else 0
         position = sequence.num_tokens - 1
-        line = self._table.append(sequence.id, sequence.table.pages, sample, position, token, PENDING if is_known else source)
+        line = self._table.append(
+            sequence.id,
+            sequence.table.pages,
+            sample,
+            position,
+            token,
+            PENDING if is_known else source,
+        )
         self._limits_R[line] = _limit(sequence)
         sequence.line = line
         self.sequences.append(sequence)
@@ -75,7 +95,9 @@ class Decoding:
         self._limits_R[sequence.line] = _limit(sequence)
 
     def launch(self) -> DecodeStep:
-        """The step that computes a token of each, which counts as in flight. It reads the table's pages until the next one is planned."""
+        """The step that computes a token of each, which counts as in flight. It reads the table's
+        pages until the next one is planned.
+        """
         for sequence in self.sequences:
             sequence.on_launched(1, draws=True)
         return self._table.advance()

@@ -1,8 +1,10 @@
-"""KvEventLog: the changes of the prefix cache as numbered messages in vLLM's format of KV events. Sans-I/O: no clock, thread or socket.
+"""KvEventLog: the changes of the prefix cache as numbered messages in vLLM's format of KV events.
+Sans-I/O: no clock, thread or socket.
 
-Invariant: the changes of the messages, applied one after the other, give the blocks of the prefix cache; each message's number is one
-above that of the message before. It keeps the last messages, and the blocks before them, so that whatever was missed can be sent again.
-It knows nothing of sequences and subscribers.
+Invariant: the changes of the messages, applied one after the other, give the blocks of the prefix
+cache; each message's number is one above that of the message before. It keeps the last messages,
+and the blocks before them, so that whatever was missed can be sent again. It knows nothing of
+sequences and subscribers.
 """
 
 from collections import deque
@@ -12,7 +14,8 @@ from cache.prefix import Link
 from server.protocol import encode
 
 KEPT = 512
-"""Messages that are kept: half of what ZeroMQ holds for a subscriber, so that it has room for a whole replay."""
+"""Messages that are kept: half of what ZeroMQ holds for a subscriber, so that it has room for a
+whole replay."""
 
 Change: TypeAlias = Link | bytes | None
 """A block that is stored, the hash of one that is removed, or None: all are removed."""
@@ -21,7 +24,9 @@ Message: TypeAlias = tuple[int, float, list[Change]]
 
 
 class KvEventLog:
-    """`number` is that of the last message. The first one to be taken says that there are no blocks."""
+    """`number` is that of the last message. The first one to be taken says that there are no
+    blocks.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -47,25 +52,47 @@ class KvEventLog:
         return self._kept[-1]
 
     def since(self, number: int, now: float) -> list[Message]:
-        """The messages from a number on; where one of them is no longer kept, all that are, after one with the blocks before them."""
+        """The messages from a number on; where one of them is no longer kept, all that are, after
+        one with the blocks before them.
+        """
         kept = [*self._kept]
         before = self.number - len(kept)
-        return kept[number - before - 1 :] if number > before else [(before, now, [None, *self._before.values()]), *kept]
+        return (
+            kept[number - before - 1 :]
+            if number > before
+            else [(before, now, [None, *self._before.values()]), *kept]
+        )
 
 
 def frames(number: int, time: float, changes: list[Change]) -> tuple[bytes, bytes]:
-    """The number, and the content in msgpack: time, events and, as vLLM has several engines, the rank of this one."""
+    """The number, and the content in msgpack: time, events and, as vLLM has several engines, the
+    rank of this one.
+    """
     return number.to_bytes(8), encode([time, [*map(_event, changes)], 0])
 
 
 def _event(change: Change) -> list[Any]:
-    """An event as vLLM writes it. The first block of a prefix has the client's salt, without the caller that stands before it."""
+    """An event as vLLM writes it. The first block of a prefix has the client's salt, without the
+    caller that stands before it.
+    """
     if not isinstance(change, Link):
         return ["BlockRemoved", [block_hash(change)]] if change else ["AllBlocksCleared"]
     before = change.before
     tokens = memoryview(change.tokens).cast("I").tolist()
-    parent, salt = (None, before.partition(":")[2]) if isinstance(before, str) else (block_hash(before), "")
-    return ["BlockStored", [block_hash(change.name)], parent, tokens, len(tokens), None, None, None, [[salt]] if salt else None]
+    parent, salt = (
+        (None, before.partition(":")[2]) if isinstance(before, str) else (block_hash(before), "")
+    )
+    return [
+        "BlockStored",
+        [block_hash(change.name)],
+        parent,
+        tokens,
+        len(tokens),
+        None,
+        None,
+        None,
+        [[salt]] if salt else None,
+    ]
 
 
 def block_hash(name: bytes) -> int:

@@ -6,12 +6,16 @@ from cache.layout import CacheLayout
 
 
 class NeverFits(Exception):
-    """A sequence may need more tokens than the context or the whole KV cache holds, so it could not run even alone."""
+    """A sequence may need more tokens than the context or the whole KV cache holds, so it could not
+    run even alone.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The resources of a scheduler. `step_tokens`, the token budget of a step, is at least `max_running`."""
+    """The resources of a scheduler. `step_tokens`, the token budget of a step, is at least
+    `max_running`.
+    """
 
     num_pages: int
     layout: CacheLayout

@@ -1,8 +1,10 @@
-"""Masks: the engine's side of the processes that follow constraints and compute masks (server.text.mask_process).
+"""Masks: the engine's side of the processes that follow constraints and compute masks
+(server.text.mask_process).
 
-Each constrained sequence that runs has a process of its own, so that the operating system shares the processors between them, and a limit
-of time or memory ends one sequence alone. They are forked by server.text.worker_process. Invariant: an answer depends on the
-constraint and the output alone; a constraint whose process is lost is built again from the output in a new one. This module knows
+Each constrained sequence that runs has a process of its own, so that the operating system shares
+the processors between them, and a limit of time or memory ends one sequence alone. They are forked
+by server.text.worker_process. Invariant: an answer depends on the constraint and the output alone;
+a constraint whose process is lost is built again from the output in a new one. This module knows
 nothing of steps.
 """
 
@@ -16,28 +18,45 @@ from multiprocessing.connection import Connection
 
 from server import protocol
 from server.errors import TOO_COMPLEX, ConstraintFailed
-from server.protocol import FOLLOW, SLOW_MASK_SECONDS, Advance, Answer, Begin, Guidance, Opening, decode_mask_answer, encode
+from server.protocol import (
+    FOLLOW,
+    SLOW_MASK_SECONDS,
+    Advance,
+    Answer,
+    Begin,
+    Guidance,
+    Opening,
+    decode_mask_answer,
+    encode,
+)
 
 log = logging.getLogger("onehead.engine")
 
 ANSWER_SECONDS = 60.0
-"""Time without an answer after which a process counts as lost. Its own limit, of processor time, is far lower."""
+"""Time without an answer after which a process counts as lost. Its own limit, of processor time, is
+far lower."""
 MAX_ATTEMPTS = 3
-"""Processes that may be lost over one mask. The limits of a process end it, so the last attempt decides that the grammar is too complex."""
+"""Processes that may be lost over one mask. The limits of a process end it, so the last attempt
+decides that the grammar is too complex."""
 MAX_SPARES = 8
 """Idle processes that are kept for further sequences."""
 
 
 class ProcessConstraint:
-    """A constraint that a process follows while its sequence runs. Implements server.engine.sequence.Constraint."""
+    """A constraint that a process follows while its sequence runs. Implements
+    server.engine.sequence.Constraint.
+    """
 
-    def __init__(self, processes: "MaskProcesses", grammar: str, healed: str, opening: Opening | None) -> None:
+    def __init__(
+        self, processes: "MaskProcesses", grammar: str, healed: str, opening: Opening | None
+    ) -> None:
         self.is_pending = False
         self.is_slow = False
         self._processes = processes
         self._grammar, self._healed, self._opening = grammar, healed, opening
         self._is_open = opening is None
-        """Whether the grammar's opening has been generated. No process follows it before a token that may complete that."""
+        """Whether the grammar's opening has been generated. No process follows it before a token
+        that may complete that."""
         self._output: list[int] = []
         self._pipe: Connection | None = None
         """None while no process follows it."""
@@ -71,7 +90,9 @@ class ProcessConstraint:
 
     def end(self) -> None:
         if self._pipe is not None:
-            self._processes.release(self, self._pipe, reusable=not self.is_pending and not self.is_slow)
+            self._processes.release(
+                self, self._pipe, reusable=not self.is_pending and not self.is_slow
+            )
         self._pipe, self.is_pending = None, False
 
     def receive(self) -> None:
@@ -93,7 +114,11 @@ class ProcessConstraint:
         if not was_pending:
             return
         self._num_lost += 1
-        log.warning("a process that follows a grammar was lost over a mask (%d of %d attempts)", self._num_lost, MAX_ATTEMPTS)
+        log.warning(
+            "a process that follows a grammar was lost over a mask (%d of %d attempts)",
+            self._num_lost,
+            MAX_ATTEMPTS,
+        )
         if self._num_lost < MAX_ATTEMPTS:
             self._build()
         else:
@@ -118,8 +143,9 @@ class ProcessConstraint:
 
 
 class MaskProcesses:
-    """The processes that follow constraints. `channel`: where processes are asked for; the API process holds both of its ends, so that
-    what was asked waits there while the process that forks is replaced.
+    """The processes that follow constraints. `channel`: where processes are asked for; the API
+    process holds both of its ends, so that what was asked waits there while the process that forks
+    is replaced.
     """
 
     def __init__(self, channel: socket.socket) -> None:
@@ -138,7 +164,9 @@ class MaskProcesses:
         return ProcessConstraint(self, submit.grammar, submit.healed, submit.opening)
 
     def collect(self, patience: float) -> None:
-        """Receives the answers that are there, and those expected soon for at most `patience` seconds."""
+        """Receives the answers that are there, and those expected soon for at most `patience`
+        seconds.
+        """
         if not self._pending and not self._selector.get_map():
             return
         end = time.monotonic() + patience
@@ -163,7 +191,9 @@ class MaskProcesses:
             next(iter(self._pending)).on_lost()
 
     def acquire(self, constraint: ProcessConstraint, fresh: bool) -> Connection:
-        """A process for a constraint: a spare one, or one that has followed no other. Raises OSError."""
+        """A process for a constraint: a spare one, or one that has followed no other. Raises
+        OSError.
+        """
         pipe = self._spares.pop() if self._spares and not fresh else self._fork()
         self._selector.register(pipe, selectors.EVENT_READ, constraint)
         return pipe
@@ -175,7 +205,9 @@ class MaskProcesses:
         return ours
 
     def release(self, constraint: ProcessConstraint, pipe: Connection, reusable: bool) -> None:
-        """Takes back the process of a constraint. One that is computing ends when its pipe is closed."""
+        """Takes back the process of a constraint. One that is computing ends when its pipe is
+        closed.
+        """
         self._selector.unregister(pipe)
         self.settled(constraint)
         if reusable and len(self._spares) < MAX_SPARES:

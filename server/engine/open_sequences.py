@@ -1,8 +1,10 @@
-"""OpenSequences: what is open in an engine, and what the results of steps make of it. Sans-I/O: no clock, randomness, torch or pipe.
+"""OpenSequences: what is open in an engine, and what the results of steps make of it. Sans-I/O: no
+clock, randomness, torch or pipe.
 
-It owns every open sequence and every page of the KV cache: it takes requests, ends them, and applies what a step has drawn. What a step
-computes is decided by its subclass, the scheduler. Invariant: results are applied in the order in which steps were planned; a sequence
-that ends keeps its pages until no step in flight has a row of it.
+It owns every open sequence and every page of the KV cache: it takes requests, ends them, and
+applies what a step has drawn. What a step computes is decided by its subclass, the scheduler.
+Invariant: results are applied in the order in which steps were planned; a sequence that ends keeps
+its pages until no step in flight has a row of it.
 """
 
 from collections import deque
@@ -27,7 +29,9 @@ EVERYBODY = Share()
 
 
 class TokenEvent(Struct, frozen=True, gc=False):
-    """One more token of a sequence, with its index in the output and the finish reason if it is the last; or the error that ended it."""
+    """One more token of a sequence, with its index in the output and the finish reason if it is the
+    last; or the error that ended it.
+    """
 
     id: int
     index: int
@@ -45,14 +49,17 @@ class PromptScored:
 
 
 class OpenSequences:
-    """Call `commit` with the result of each step; `submit` and `cancel` in between. `drafter_for` returns a sequence's n-gram drafter; None
-    disables speculative decoding.
+    """Call `commit` with the result of each step; `submit` and `cancel` in between. `drafter_for`
+    returns a sequence's n-gram drafter; None disables speculative decoding.
     """
 
-    def __init__(self, limits: Limits, drafter_for: Callable[[Sequence], Drafter] | None = None) -> None:
+    def __init__(
+        self, limits: Limits, drafter_for: Callable[[Sequence], Drafter] | None = None
+    ) -> None:
         if limits.step_tokens < limits.max_running:
             raise ValueError(
-                f"step_tokens {limits.step_tokens} is below max_running {limits.max_running}: each running sequence needs a token"
+                f"step_tokens {limits.step_tokens} is below max_running {limits.max_running}: "
+                "each running sequence needs a token"
             )
         self.limits = limits
         self._drafter_for = drafter_for
@@ -60,7 +67,8 @@ class OpenSequences:
         self._page_size = limits.layout.page_size
         windows = [group.window for group in limits.layout.groups if group.window is not None]
         self._borders = {0, *((window - 1) % self._page_size for window in windows)}
-        """Positions within a page where a sequence completes a block, or a page slides out of a window."""
+        """Positions within a page where a sequence completes a block, or a page slides out of a
+        window."""
         self._has_windows = bool(windows)
         self.allocator = PageAllocator(limits.num_pages)
         self.waiting = WaitingQueue()
@@ -68,13 +76,16 @@ class OpenSequences:
         self._decoding = Decoding(limits.layout, limits.max_running, self._capacity)
         self._shares = FairShares(limits.max_running, limits.num_pages, self.running, self.waiting)
         self.ended_in_flight: set[Sequence] = set()
-        """Sequences that have ended and hold their pages until their last row in flight is committed."""
+        """Sequences that have ended and hold their pages until their last row in flight is
+        committed."""
         self._in_flight: deque[list[Sequence]] = deque()
-        """For each step in flight, the sequences of its rows; their ids may be used again before the step is committed."""
+        """For each step in flight, the sequences of its rows; their ids may be used again before
+        the step is committed."""
         self._prefix_reuse = PrefixReuse(self.allocator, limits.layout)
         self.prefixes = self._prefix_reuse.prefixes
         self._pages_to_clear: list[int] = []
-        """Free pages that may hold NaN. The next step zeroes them, as 0 * NaN would leak through masked slots."""
+        """Free pages that may hold NaN. The next step zeroes them, as 0 * NaN would leak through
+        masked slots."""
         self._started: list[Sequence] = []
         self.num_steps = 0
         """Steps that were committed."""
@@ -109,10 +120,15 @@ class OpenSequences:
         salt: str = "",
         request: str = "",
     ) -> None:
-        """Adds a sequence to the queue. Raises NeverFits; ValueError for an empty prompt, an id in use, or an output that is complete."""
+        """Adds a sequence to the queue. Raises NeverFits; ValueError for an empty prompt, an id in
+        use, or an output that is complete.
+        """
         output = list(output or ())
         if not prompt or max_new_tokens <= len(output) or id in self.running or id in self.waiting:
-            raise ValueError(f"sequence {id}: {len(prompt)} prompt tokens, {len(output)} of {max_new_tokens} generated, or the id is used")
+            raise ValueError(
+                f"sequence {id}: {len(prompt)} prompt tokens, {len(output)} of {max_new_tokens} "
+                "generated, or the id is used"
+            )
         sequence = Sequence(
             id,
             prompt,
@@ -132,13 +148,17 @@ class OpenSequences:
             self._shares.account(share.client, share.weight, share.max_running, share.rank),
         )
         if sequence.most_tokens > self._capacity:
-            raise NeverFits(f"this request may need {sequence.most_tokens} tokens; at most {self._capacity} fit")
+            raise NeverFits(
+                f"this request may need {sequence.most_tokens} tokens; at most {self._capacity} fit"
+            )
         if self._drafter_for is not None and constraint is None:
             sequence.drafter = self._drafter_for(sequence)
         self.waiting.put(sequence)
 
     def cancel(self, id: int) -> None:
-        """Ends a sequence and frees its pages. An unknown id, as of a sequence that has just finished, is ignored."""
+        """Ends a sequence and frees its pages. An unknown id, as of a sequence that has just
+        finished, is ignored.
+        """
         self.waiting.pop(id, None)
         sequence = self.running.pop(id, None)
         if sequence is None:
@@ -162,8 +182,8 @@ class OpenSequences:
             self._pages_to_clear.extend(freed)
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent | PromptScored]:
-        """Applies the result of the oldest step in flight and returns its events. Sequences that finish are removed, and their pages
-        freed unless another step in flight has a row of them.
+        """Applies the result of the oldest step in flight and returns its events. Sequences that
+        finish are removed, and their pages freed unless another step in flight has a row of them.
         """
         events: list[TokenEvent | PromptScored] = []
         sequences, num_decoding = self._in_flight.popleft(), 0
@@ -172,18 +192,28 @@ class OpenSequences:
         if plan.decode is not None:
             num_decoding = len(plan.decode)
             self._commit_decode(plan, sequences[:num_decoding], result, events)
-        for index, (sequence, row) in enumerate(zip(sequences[num_decoding:], plan.listed, strict=True), start=num_decoding):
+        for index, (sequence, row) in enumerate(
+            zip(sequences[num_decoding:], plan.listed, strict=True), start=num_decoding
+        ):
             self._commit_row(index, sequence, row, result, events)
         return events
 
     def _commit_decode(
-        self, plan: StepPlan, sequences: list[Sequence], result: StepResult, events: list[TokenEvent | PromptScored]
+        self,
+        plan: StepPlan,
+        sequences: list[Sequence],
+        result: StepResult,
+        events: list[TokenEvent | PromptScored],
     ) -> None:
-        """`_commit_row` for the rows of `plan.decode`: what each of them takes is the largest part of a step's work on the host."""
+        """`_commit_row` for the rows of `plan.decode`: what each of them takes is the largest part
+        of a step's work on the host.
+        """
         assert plan.decode is not None
         ends = (plan.decode.positions_R + 1).tolist()
         account, num_charged, num_computed = sequences[0].account, 0, 0
-        for index, (sequence, end, drawn) in enumerate(zip(sequences, ends, result.drawn, strict=False)):
+        for index, (sequence, end, drawn) in enumerate(
+            zip(sequences, ends, result.drawn, strict=False)
+        ):
             if type(drawn) is not SampledToken or self.running.get(sequence.id) is not sequence:
                 self._commit_row(index, sequence, plan.rows[index], result, events)
                 continue
@@ -202,7 +232,14 @@ class OpenSequences:
         account.charge(0, num_charged)
         self.num_computed_tokens += num_computed
 
-    def _commit_row(self, index: int, sequence: Sequence, row: Row, result: StepResult, events: list[TokenEvent | PromptScored]) -> None:
+    def _commit_row(
+        self,
+        index: int,
+        sequence: Sequence,
+        row: Row,
+        result: StepResult,
+        events: list[TokenEvent | PromptScored],
+    ) -> None:
         """Applies the result of one row."""
         drawn = result.drawn[index]
         sequence.on_committed(row.sample is not None)
@@ -220,7 +257,9 @@ class OpenSequences:
             first = sequence.num_scored
             prompt_scores, forced = sequence.take_scored(list(result.scored[index]))
             if not isinstance(drawn, SampleError):
-                events.extend([PromptScored(sequence.id, first, prompt_scores)] if prompt_scores else [])
+                events.extend(
+                    [PromptScored(sequence.id, first, prompt_scores)] if prompt_scores else []
+                )
                 outcomes += forced
         if not isinstance(drawn, SampleError):
             self._on_computed(sequence, row.start, end)
@@ -229,23 +268,33 @@ class OpenSequences:
         self._append_tokens(sequence, outcomes, events)
 
     def take_masks(self) -> list[TokenEvent]:
-        """Gives sequences the masks that have arrived for them, and returns an event for each whose constraint has failed."""
+        """Gives sequences the masks that have arrived for them, and returns an event for each whose
+        constraint has failed.
+        """
         events = []
-        for sequence in [s for s in self.running.values() if s.awaits_mask and s.constraint is not None and not s.constraint.is_pending]:
+        for sequence in [
+            s
+            for s in self.running.values()
+            if s.awaits_mask and s.constraint is not None and not s.constraint.is_pending
+        ]:
             if (failure := sequence.take_mask()) is not None:
                 events.append(TokenEvent(sequence.id, len(sequence.output), failure, None))
                 self.cancel(sequence.id)
         return events
 
     def _on_computed(self, sequence: Sequence, start: int, end: int) -> None:
-        """Publishes the blocks completed by tokens `start` .. `end` - 1, and drops pages that slid out of attention windows."""
+        """Publishes the blocks completed by tokens `start` .. `end` - 1, and drops pages that slid
+        out of attention windows.
+        """
         if start // self._page_size != end // self._page_size:
             self._prefix_reuse.publish(sequence, start, end)
         if self._has_windows:
             sequence.table.drop(end)
 
     def _discard(self, sequence: Sequence, drawn: SampledToken | SampleError | None) -> None:
-        """Discards a row of a sequence that has ended since; its pages may still have become corrupt."""
+        """Discards a row of a sequence that has ended since; its pages may still have become
+        corrupt.
+        """
         if _is_corrupt(drawn):
             self._mark_corrupt(sequence, found=True)
         if not sequence.num_in_flight:
@@ -253,14 +302,22 @@ class OpenSequences:
             self._release(sequence)
 
     def _mark_corrupt(self, sequence: Sequence, found: bool) -> None:
-        """Marks the pages of a sequence as possibly non-finite; with `found`, the cached blocks that it reused too."""
+        """Marks the pages of a sequence as possibly non-finite; with `found`, the cached blocks
+        that it reused too.
+        """
         sequence.corrupt = True
         self._prefix_reuse.retract(sequence, found)
 
-    def _accept_drafts(self, sequence: Sequence, row: Row, accepted: list[SampledToken | SampleError]) -> int:
-        """Accounts for the accepted draft tokens of a row and returns the position after the last computed token."""
+    def _accept_drafts(
+        self, sequence: Sequence, row: Row, accepted: list[SampledToken | SampleError]
+    ) -> int:
+        """Accounts for the accepted draft tokens of a row and returns the position after the last
+        computed token.
+        """
         end = row.start + len(row.tokens) - row.drafts + len(accepted)
-        sequence.take_accepted(row, [draw.token for draw in accepted if isinstance(draw, SampledToken)])
+        sequence.take_accepted(
+            row, [draw.token for draw in accepted if isinstance(draw, SampledToken)]
+        )
         self.num_drafted_tokens += row.drafts
         self.num_accepted_tokens += len(accepted)
         if row.drafts > len(accepted):
@@ -268,14 +325,17 @@ class OpenSequences:
         return end
 
     def _recompute_without_drafts(self, sequence: Sequence) -> None:
-        """Non-finite logits may come from a rejected draft, through masked slots: recomputes the sequence without drafts on zeroed
-        pages. It stays in the running set.
+        """Non-finite logits may come from a rejected draft, through masked slots: recomputes the
+        sequence without drafts on zeroed pages. It stays in the running set.
         """
         sequence.drafter, sequence.num_computed = None, 0
         self._pages_to_clear.extend(sequence.table.release())
 
     def _append_tokens(
-        self, sequence: Sequence, outcomes: list[SampledToken | SampleError], events: list[TokenEvent | PromptScored]
+        self,
+        sequence: Sequence,
+        outcomes: list[SampledToken | SampleError],
+        events: list[TokenEvent | PromptScored],
     ) -> None:
         """Appends tokens to a sequence until it ends, with an event for each."""
         for outcome in outcomes:

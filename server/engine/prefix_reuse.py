@@ -1,9 +1,10 @@
 """Prefix reuse: computed blocks, and blocks claimed by a running sequence.
 
-A block is `cache.page_size` consecutive tokens after a given prefix, and their pages in every page group (cache.prefix.Block). A sequence
-claims the blocks that it is about to compute; a new sequence with the same prefix waits for them instead of computing them again.
-Invariant: a claimed block belongs to one running sequence, which has all its tokens and has not computed it. This module allocates no
-pages and does not decide which sequence runs.
+A block is `cache.page_size` consecutive tokens after a given prefix, and their pages in every page
+group (cache.prefix.Block). A sequence claims the blocks that it is about to compute; a new sequence
+with the same prefix waits for them instead of computing them again. Invariant: a claimed block
+belongs to one running sequence, which has all its tokens and has not computed it. This module
+allocates no pages and does not decide which sequence runs.
 """
 
 from cache.layout import CacheLayout
@@ -24,22 +25,29 @@ class PrefixReuse:
         """Hash of a block -> id of the running sequence that is about to compute it."""
 
     def find(self, sequence: Sequence) -> list[Block] | None:
-        """The cached blocks that a new sequence begins with; None while a running sequence computes the next one."""
+        """The cached blocks that a new sequence begins with; None while a running sequence computes
+        the next one.
+        """
         most = sequence.num_skippable // self._page_size
         links = sequence.links(most, self._page_size)
         blocks = self.prefixes.match(links)
         return None if len(blocks) < most and links[len(blocks)].name in self._claims else blocks
 
     def pages_needed(self, sequence: Sequence, blocks: list[Block], most: int) -> int:
-        """Pages that a new sequence with these cached blocks takes from the pool to compute up to `most` of its tokens."""
+        """Pages that a new sequence with these cached blocks takes from the pool to compute up to
+        `most` of its tokens.
+        """
         shared = [page for pages in self.prefixes.prefix(blocks) for page in pages]
-        needed = sequence.table.missing(sequence.num_tokens, min(sequence.num_tokens, len(blocks) * self._page_size + most)) - len(shared)
+        needed = sequence.table.missing(
+            sequence.num_tokens, min(sequence.num_tokens, len(blocks) * self._page_size + most)
+        ) - len(shared)
         # Cached pages without an owner stop being available.
         return needed + sum(page != DROPPED and not self._allocator.owners[page] for page in shared)
 
     def begin(self, sequence: Sequence, blocks: list[Block]) -> None:
-        """Gives a sequence the pages of cached blocks, and claims the blocks of its tokens that no other sequence has claimed: those that
-        it can compute without waiting for a mask, as others wait for them.
+        """Gives a sequence the pages of cached blocks, and claims the blocks of its tokens that no
+        other sequence has claimed: those that it can compute without waiting for a mask, as others
+        wait for them.
         """
         if blocks:
             sequence.table.share(self.prefixes.prefix(blocks))
@@ -52,7 +60,9 @@ class PrefixReuse:
                 sequence.claims.append(link.name)
 
     def publish(self, sequence: Sequence, start: int, end: int) -> None:
-        """Adds to the prefix cache the blocks that are complete now that tokens `start` .. `end` - 1 are computed."""
+        """Adds to the prefix cache the blocks that are complete now that tokens `start` .. `end` -
+        1 are computed.
+        """
         first, last = start // self._page_size, end // self._page_size
         for index, link in enumerate(sequence.links(last, self._page_size)[first:], start=first):
             block = self.prefixes.publish(link, sequence.table, index)
@@ -69,6 +79,8 @@ class PrefixReuse:
         sequence.claims.clear()
 
     def retract(self, sequence: Sequence, found: bool) -> None:
-        """Removes from the prefix cache the blocks that a corrupt sequence added and, with `found`, those that it reused."""
+        """Removes from the prefix cache the blocks that a corrupt sequence added and, with `found`,
+        those that it reused.
+        """
         for block in sequence.published + (sequence.found if found else []):
             self.prefixes.retract(block)

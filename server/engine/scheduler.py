@@ -1,14 +1,18 @@
-"""Scheduler: continuous batching. It decides what the next step computes. Sans-I/O: no clock, randomness, torch or pipe.
+"""Scheduler: continuous batching. It decides what the next step computes. Sans-I/O: no clock,
+randomness, torch or pipe.
 
-A step plan gives each running sequence some of its uncomputed tokens. Chunked prefill, decode, preemption by recompute and replay after
-a crash all follow from that rule. A step may be planned while the previous one is in flight: nothing is preempted then, and a sequence
-that ends keeps its pages until no step in flight has a row of it. Clients share the steps fairly (fair_shares).
+A step plan gives each running sequence some of its uncomputed tokens. Chunked prefill, decode,
+preemption by recompute and replay after a crash all follow from that rule. A step may be planned
+while the previous one is in flight: nothing is preempted then, and a sequence that ends keeps its
+pages until no step in flight has a row of it. Clients share the steps fairly (fair_shares).
 
-Progress: pages that are missing are taken from the last running sequence by (rank, arrival), and can be used in the same step; for
-another client's share a sequence is preempted only if it has generated a token since it was last preempted. So such preemptions come to
-an end, as tokens are never taken back; from then on the first running sequence is never preempted and finishes. A waiting sequence is
-admitted, as its client's counter stays while those of others grow until it is the smallest, nothing is admitted before it from then on,
-and it fits the pool alone. Those with a better rank, or a better priority of the same client, go first for as long as any come.
+Progress: pages that are missing are taken from the last running sequence by (rank, arrival), and
+can be used in the same step; for another client's share a sequence is preempted only if it has
+generated a token since it was last preempted. So such preemptions come to an end, as tokens are
+never taken back; from then on the first running sequence is never preempted and finishes. A waiting
+sequence is admitted, as its client's counter stays while those of others grow until it is the
+smallest, nothing is admitted before it from then on, and it fits the pool alone. Those with a
+better rank, or a better priority of the same client, go first for as long as any come.
 """
 
 from operator import attrgetter
@@ -31,8 +35,9 @@ class Scheduler(OpenSequences):
     """Call `plan`, run the plan, `commit`."""
 
     def plan(self) -> StepPlan:
-        """Plans the next step: every running sequence gets one token of the budget, the first ones more if needed, then sequences are
-        admitted from the queue. The plan is empty if nothing can be computed before the step in flight is committed.
+        """Plans the next step: every running sequence gets one token of the budget, the first ones
+        more if needed, then sequences are admitted from the queue. The plan is empty if nothing can
+        be computed before the step in flight is committed.
         """
         if self.waiting and self._has_to_make_place():
             return StepPlan(())
@@ -42,7 +47,8 @@ class Scheduler(OpenSequences):
         short = self._decoding.at_limit()
         num_decoding = len(self._decoding)
         if not num_decoding and len(ready) < len(self.running) and self._would_alternate(ready):
-            # Two groups of sequences would alternate for ever, each in steps that cost as much as one with all of them.
+            # Two groups of sequences would alternate for ever, each in steps that cost as much as
+            # one with all of them.
             return StepPlan(())
         # One token of the budget is left for a sequence that waits.
         kept = bool(self.waiting and len(self.running) < self.limits.max_running)
@@ -78,7 +84,9 @@ class Scheduler(OpenSequences):
                 budget -= count * admitted.token_cost
 
     def _ready(self) -> list[Sequence]:
-        """The running sequences that can be planned, in order, but for those that decode; what can joins these."""
+        """The running sequences that can be planned, in order, but for those that decode; what can
+        joins these.
+        """
         if self._decoding and not self._in_flight:
             self._decoding.know_tokens()
         if len(self._decoding) == len(self.running):
@@ -94,14 +102,22 @@ class Scheduler(OpenSequences):
         ready.sort(key=_key)
         return ready
 
-    def _give_room(self, short: list[Sequence], ready: list[Sequence], counts: dict[int, int]) -> bool:
-        """Gives slots to the sequences that decode and have none for their next token. False, and nothing is done, if the pool has not the
-        pages for them and for so many tokens of the others.
+    def _give_room(
+        self, short: list[Sequence], ready: list[Sequence], counts: dict[int, int]
+    ) -> bool:
+        """Gives slots to the sequences that decode and have none for their next token. False, and
+        nothing is done, if the pool has not the pages for them and for so many tokens of the
+        others.
         """
         if not short and not ready:
             return True
-        missing = sum(sequence.table.missing(sequence.num_tokens, sequence.num_tokens) for sequence in short)
-        missing += sum(sequence.table.missing(sequence.num_tokens, sequence.num_computed + counts[sequence.id]) for sequence in ready)
+        missing = sum(
+            sequence.table.missing(sequence.num_tokens, sequence.num_tokens) for sequence in short
+        )
+        missing += sum(
+            sequence.table.missing(sequence.num_tokens, sequence.num_computed + counts[sequence.id])
+            for sequence in ready
+        )
         if missing > self.allocator.num_available:
             return False
         for sequence in short:
@@ -109,14 +125,21 @@ class Scheduler(OpenSequences):
         return True
 
     def _has_to_make_place(self) -> bool:
-        """Preempts sequences of clients that were served more, if the first waiting sequence finds no place or pages. True if that has
-        to be done but a step in flight forbids it.
+        """Preempts sequences of clients that were served more, if the first waiting sequence finds
+        no place or pages. True if that has to be done but a step in flight forbids it.
         """
         waiter = self._shares.next()
-        if waiter is None or not self._shares.is_behind(waiter.account) or (blocks := self._prefix_reuse.find(waiter)) is None:
+        if (
+            waiter is None
+            or not self._shares.is_behind(waiter.account)
+            or (blocks := self._prefix_reuse.find(waiter)) is None
+        ):
             return False
         needed = waiter.table.missing(waiter.num_tokens, waiter.num_tokens)
-        places, pages = len(self.running) + 1 - self.limits.max_running, self._lacking(waiter, blocks, waiter.num_tokens)
+        places, pages = (
+            len(self.running) + 1 - self.limits.max_running,
+            self._lacking(waiter, blocks, waiter.num_tokens),
+        )
         victims = self._shares.victims(waiter, places, pages, needed)
         if self._in_flight:
             return bool(victims)
@@ -125,17 +148,23 @@ class Scheduler(OpenSequences):
         return False
 
     def _would_alternate(self, ready: list[Sequence]) -> bool:
-        """Whether all these sequences, and some that wait for a token in flight, can be planned only every other step."""
+        """Whether all these sequences, and some that wait for a token in flight, can be planned
+        only every other step.
+        """
         if not all(sequence.is_serial and sequence.num_uncomputed == 1 for sequence in ready):
             return False
         return any(sequence.is_serial and sequence.num_unseen for sequence in self.running.values())
 
     def _launch(self, counts: dict[int, int], drafts: dict[int, list[int]]) -> StepPlan:
-        """The plan that computes `counts` tokens of each sequence, and one of each that decodes; from now on it counts as in flight."""
+        """The plan that computes `counts` tokens of each sequence, and one of each that decodes;
+        from now on it counts as in flight.
+        """
         decoding = self._decoding.sequences[:]
         decode = self._decoding.launch() if decoding else None
         sequences = [self.running[id] for id in counts]
-        rows = [sequence.row(counts[sequence.id], drafts.get(sequence.id)) for sequence in sequences]
+        rows = [
+            sequence.row(counts[sequence.id], drafts.get(sequence.id)) for sequence in sequences
+        ]
         num_draws = len(decoding)
         for sequence, row in zip(sequences, rows, strict=True):
             sequence.on_launched(len(row.tokens) - row.drafts, row.sample is not None)
@@ -148,25 +177,35 @@ class Scheduler(OpenSequences):
         return StepPlan(tuple(rows), clear, decode)
 
     def _draft(self, counts: dict[int, int]) -> dict[int, list[int]]:
-        """Draft tokens to verify in a step of these rows, with slots for them, if the step has rows and the pool has pages to spare.
-        Rejected ones free their pages at commit, so drafts never displace other tokens.
+        """Draft tokens to verify in a step of these rows, with slots for them, if the step has rows
+        and the pool has pages to spare. Rejected ones free their pages at commit, so drafts never
+        displace other tokens.
         """
-        budget = min(MAX_SPECULATIVE_STEP, self.limits.step_tokens) - len(counts) - len(self._decoding)
+        budget = (
+            min(MAX_SPECULATIVE_STEP, self.limits.step_tokens) - len(counts) - len(self._decoding)
+        )
         if budget < 1 or any(number > 1 for number in counts.values()):
             return {}
         wishes = {id: drafted for id in counts if (drafted := self.running[id].draft(budget))}
         drafts = {}
-        for id, number in divide(budget, {id: len(drafted) for id, drafted in wishes.items()}).items():
+        for id, number in divide(
+            budget, {id: len(drafted) for id, drafted in wishes.items()}
+        ).items():
             sequence, drafted = self.running[id], wishes[id][:number]
-            while drafted and sequence.table.missing(*[sequence.num_tokens + len(drafted)] * 2) > self.allocator.num_available:
+            while (
+                drafted
+                and sequence.table.missing(*[sequence.num_tokens + len(drafted)] * 2)
+                > self.allocator.num_available
+            ):
                 drafted.pop()
             sequence.table.grow(*[sequence.num_tokens + len(drafted)] * 2)
             drafts[id] = drafted
         return drafts
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:
-        """Gives `sequence` slots to compute `count` more tokens, preempting the last sequences in order as needed. False if it was
-        itself preempted, or if a step in flight, which may free pages, forbids preemption.
+        """Gives `sequence` slots to compute `count` more tokens, preempting the last sequences in
+        order as needed. False if it was itself preempted, or if a step in flight, which may free
+        pages, forbids preemption.
         """
         end = sequence.num_computed + count
         while sequence.table.missing(sequence.num_tokens, end) > self.allocator.num_available:
@@ -180,7 +219,9 @@ class Scheduler(OpenSequences):
         return True
 
     def _preempt(self, sequence: Sequence, cause: Sequence) -> None:
-        """Returns a sequence to the queue and frees its pages for another one. It keeps its tokens, which are recomputed later."""
+        """Returns a sequence to the queue and frees its pages for another one. It keeps its tokens,
+        which are recomputed later.
+        """
         sequence.payer, sequence.preempted_at = cause.account, len(sequence.output)
         sequence.num_paid = max(sequence.num_paid, sequence.num_computed)
         del self.running[sequence.id]
@@ -192,7 +233,9 @@ class Scheduler(OpenSequences):
         sequence.num_preemptions += 1
 
     def _admit(self, budget: int) -> Sequence | None:
-        """Admits the first waiting sequence, if max_running and the pool allow it, with slots for the tokens that `budget` affords."""
+        """Admits the first waiting sequence, if max_running and the pool allow it, with slots for
+        the tokens that `budget` affords.
+        """
         sequence = self._shares.next()
         if sequence is None or len(self.running) >= self.limits.max_running:
             return None
@@ -202,7 +245,9 @@ class Scheduler(OpenSequences):
         del self.waiting[sequence.id]
         self.running[sequence.id] = sequence
         self._begin(sequence, blocks)
-        sequence.table.grow(sequence.num_tokens, sequence.num_computed + min(sequence.num_uncomputed, most))
+        sequence.table.grow(
+            sequence.num_tokens, sequence.num_computed + min(sequence.num_uncomputed, most)
+        )
         return sequence
 
     def _begin(self, sequence: Sequence, blocks: list[Block]) -> None:
@@ -219,9 +264,15 @@ class Scheduler(OpenSequences):
             sequence.payer.charge(max(0, sequence.num_paid - sequence.num_computed))
 
     def _lacking(self, sequence: Sequence, blocks: list[Block], most: int) -> int:
-        """Pages that the pool lacks for `most` tokens of a new sequence with these cached blocks, and a spare block of each running one."""
+        """Pages that the pool lacks for `most` tokens of a new sequence with these cached blocks,
+        and a spare block of each running one.
+        """
         needed = self._prefix_reuse.pages_needed(sequence, blocks, most)
-        return needed + len(self.running) * self.limits.layout.pages_per_block - self.allocator.num_available
+        return (
+            needed
+            + len(self.running) * self.limits.layout.pages_per_block
+            - self.allocator.num_available
+        )
 
     def take_started(self) -> list[Sequence]:
         """Sequences admitted for the first time since the last call."""

@@ -1,10 +1,13 @@
-"""Sequence: tokens, and how many of them are computed. There are no phases: this is all the state of a request in the engine.
+"""Sequence: tokens, and how many of them are computed. There are no phases: this is all the state
+of a request in the engine.
 
-Its tokens are the prompt, the output and `forced`: tokens that are known before they become output, because a grammar leaves no choice
-about them or because they are accepted draft tokens. A grammar's forced tokens become output once a step has computed their
-log-probabilities; accepted draft tokens have theirs, and become output at once. A token that a step in flight samples counts as a token
-before its value is known, and tokens that a step in flight computes count as computed. Invariant: 0 <= num_computed < num_tokens while
-the sequence is open, and its page table has a slot for every computed token.
+Its tokens are the prompt, the output and `forced`: tokens that are known before they become output,
+because a grammar leaves no choice about them or because they are accepted draft tokens. A grammar's
+forced tokens become output once a step has computed their log-probabilities; accepted draft tokens
+have theirs, and become output at once. A token that a step in flight samples counts as a token
+before its value is known, and tokens that a step in flight computes count as computed. Invariant: 0
+<= num_computed < num_tokens while the sequence is open, and its page table has a slot for every
+computed token.
 """
 
 from dataclasses import dataclass, field
@@ -21,23 +24,27 @@ from server.errors import ConstraintFailed
 from server.protocol import Guidance
 
 SCORED_TOKEN_COST = 2
-"""Tokens of a step's budget that a prompt token takes whose log-probability is asked for: its logits are computed as well, which made a
-step of 512 of them up to half as long again."""
+"""Tokens of a step's budget that a prompt token takes whose log-probability is asked for: its
+logits are computed as well, which made a step of 512 of them up to half as long again."""
 
 
 class Constraint(Protocol):
-    """Limits what may be sampled. It is followed while its sequence runs; what it answers may take any time and is taken by `take`."""
+    """Limits what may be sampled. It is followed while its sequence runs; what it answers may take
+    any time and is taken by `take`.
+    """
 
     @property
     def is_pending(self) -> bool:
         """Whether the answer to the last `begin` or `advance` is not there yet."""
 
     def begin(self, output: list[int]) -> bool:
-        """Follows this output, a list that grows with the sequence's. Returns whether there will be an answer to take."""
+        """Follows this output, a list that grows with the sequence's. Returns whether there will be
+        an answer to take.
+        """
 
     def advance(self, token: int) -> bool:
-        """Follows a sampled token, which is the last of the output. Returns whether there will be an answer to take: a grammar that has
-        yet to begin gives none for most tokens.
+        """Follows a sampled token, which is the last of the output. Returns whether there will be
+        an answer to take: a grammar that has yet to begin gives none for most tokens.
         """
 
     def take(self) -> Guidance:
@@ -72,7 +79,8 @@ class Sequence:
     """Orders it against those of all clients, before their shares."""
     account: Account = field(default_factory=Account)
     payer: Account | None = None
-    """The client for whose sequence it was last preempted, which is charged for what is computed again."""
+    """The client for whose sequence it was last preempted, which is charged for what is computed
+    again."""
     num_paid: int = 0
     """Tokens that were computed when it was last preempted."""
     num_preemptions: int = 0
@@ -88,7 +96,8 @@ class Sequence:
     num_cached: int = 0
     """Prompt tokens found in the prefix cache when it was first admitted."""
     forced: list[int] = field(default_factory=list)
-    """Known tokens that are not output yet: those that a grammar forces, and accepted draft tokens."""
+    """Known tokens that are not output yet: those that a grammar forces, and accepted draft
+    tokens."""
     claims: list[bytes] = field(default_factory=list)
     """Hashes of the blocks that it is about to compute, for which other sequences wait."""
     published: list[Block] = field(default_factory=list)
@@ -103,7 +112,8 @@ class Sequence:
     drafter: Drafter | None = None
     """Drafts its next tokens; None without speculative decoding."""
     line: int = -1
-    """Its line among the sequences that decode (server.engine.decoding); -1 while it is not one of them."""
+    """Its line among the sequences that decode (server.engine.decoding); -1 while it is not one of
+    them."""
     draw: int = -1
     """Index of its last draw among the draws of the step that it was planned in as a Row."""
     chain: Chain = field(init=False)
@@ -115,11 +125,13 @@ class Sequence:
     turn: tuple[int, int, int] = field(init=False)
     """Order among the waiting sequences of its client."""
     num_tokens: int = field(init=False)
-    """Tokens of the prompt, the output, `forced` and `num_unseen`: cached, as every step reads it several times."""
+    """Tokens of the prompt, the output, `forced` and `num_unseen`: cached, as every step reads it
+    several times."""
     most_tokens: int = field(init=False)
     """The most tokens it can have."""
     _is_guided: bool = field(init=False)
-    """Whether sampling depends on earlier tokens beyond the model: a constraint, penalties or bad words."""
+    """Whether sampling depends on earlier tokens beyond the model: a constraint, penalties or bad
+    words."""
     _sample: Sample | None = field(init=False, default=None)
     """The last Sample, reused while only the length of the output changes."""
 
@@ -135,8 +147,9 @@ class Sequence:
 
     @property
     def needs_pending_token(self) -> bool:
-        """Whether its next row can be planned only once the token being sampled is known, as that token is the last or the sequence is
-        serial; or once the mask is known with which the next token is sampled.
+        """Whether its next row can be planned only once the token being sampled is known, as that
+        token is the last or the sequence is serial; or once the mask is known with which the next
+        token is sampled.
         """
         if self.awaits_mask and not self.num_plannable:
             return True
@@ -144,17 +157,23 @@ class Sequence:
 
     @property
     def is_serial(self) -> bool:
-        """Whether planning its next row needs the value of its last token: for drafts, a constraint or penalties."""
+        """Whether planning its next row needs the value of its last token: for drafts, a constraint
+        or penalties.
+        """
         return self.drafter is not None or self._is_guided
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens that are not computed yet: 1 during generation, more when the sequence is new or was preempted."""
+        """Tokens that are not computed yet: 1 during generation, more when the sequence is new or
+        was preempted.
+        """
         return self.num_tokens - self.num_computed
 
     @property
     def can_decode(self) -> bool:
-        """Whether its next row computes one token and draws the next one by the model and its settings alone, as do all rows after it."""
+        """Whether its next row computes one token and draws the next one by the model and its
+        settings alone, as do all rows after it.
+        """
         return (
             self.num_tokens - self.num_computed == 1
             and len(self.prompt) + self.min_new_tokens <= self.num_tokens < self.most_tokens
@@ -171,7 +190,9 @@ class Sequence:
 
     @property
     def num_plannable(self) -> int:
-        """Tokens that a step may compute: those that are pending, but not the last, which sampling needs, while a mask is awaited."""
+        """Tokens that a step may compute: those that are pending, but not the last, which sampling
+        needs, while a mask is awaited.
+        """
         return self.num_tokens - self.num_computed - self.awaits_mask
 
     @property
@@ -185,7 +206,9 @@ class Sequence:
 
     @property
     def num_skippable(self) -> int:
-        """Tokens that may come from the prefix cache: all but the last, which sampling needs; none while the prompt is to be scored."""
+        """Tokens that may come from the prefix cache: all but the last, which sampling needs; none
+        while the prompt is to be scored.
+        """
         return 0 if self.num_scored < len(self.prompt) else len(self.prompt) + len(self.output) - 1
 
     def links(self, count: int, page_size: int) -> list[Link]:
@@ -196,35 +219,74 @@ class Sequence:
         return links[:count]
 
     def draft(self, most: int) -> list[int]:
-        """Up to `most` draft tokens, all of which could be accepted. None unless its last token is the only one to compute, nor while
-        prompt scores, a constraint or `min_new_tokens` affect sampling.
+        """Up to `most` draft tokens, all of which could be accepted. None unless its last token is
+        the only one to compute, nor while prompt scores, a constraint or `min_new_tokens` affect
+        sampling.
         """
-        if self.drafter is None or self.num_uncomputed != 1 or self.num_scored < len(self.prompt) or self.constraint is not None:
+        if (
+            self.drafter is None
+            or self.num_uncomputed != 1
+            or self.num_scored < len(self.prompt)
+            or self.constraint is not None
+        ):
             return []
         if len(self.output) < self.min_new_tokens:
             return []
-        return self.drafter.draft(self.output, min(most, self.max_new_tokens - len(self.output) - 1))
+        return self.drafter.draft(
+            self.output, min(most, self.max_new_tokens - len(self.output) - 1)
+        )
 
     def row(self, count: int, drafts: list[int] | None = None) -> Row:
-        """The row that computes its next `count` tokens and samples one more if these are the last; draft tokens may follow them."""
+        """The row that computes its next `count` tokens and samples one more if these are the last;
+        draft tokens may follow them.
+        """
         start, end = self.num_computed, self.num_computed + count
         sample = None
         if end == self.num_tokens:
             history = self.output + self.forced if self.forced else self.output
             mask, sample = self.mask, self._sample
             # A grammar decides where the output ends.
-            forbidden = self.forbidden if mask is None and end - len(self.prompt) < self.min_new_tokens else ()
-            if sample is None or sample.output is not history or sample.forbidden is not forbidden or sample.mask is not mask:
-                sample = self._sample = Sample(self.sampling, self.prompt, history, forbidden, self.num_top, mask, self.num_unseen)
+            forbidden = (
+                self.forbidden
+                if mask is None and end - len(self.prompt) < self.min_new_tokens
+                else ()
+            )
+            if (
+                sample is None
+                or sample.output is not history
+                or sample.forbidden is not forbidden
+                or sample.mask is not mask
+            ):
+                sample = self._sample = Sample(
+                    self.sampling,
+                    self.prompt,
+                    history,
+                    forbidden,
+                    self.num_top,
+                    mask,
+                    self.num_unseen,
+                )
             elif sample.num_unseen != self.num_unseen:
                 sample = self._sample = replace(sample, num_unseen=self.num_unseen)
         tokens = self._tokens(start, end)
         # Skips the call for most rows, which have nothing to score.
-        scoring = self._scoring(start, end) if self.forced or self.num_scored < len(self.prompt) else None
-        return Row(self.id, tokens + drafts if drafts else tokens, start, self.table.pages, sample, scoring, len(drafts or ()))
+        scoring = (
+            self._scoring(start, end) if self.forced or self.num_scored < len(self.prompt) else None
+        )
+        return Row(
+            self.id,
+            tokens + drafts if drafts else tokens,
+            start,
+            self.table.pages,
+            sample,
+            scoring,
+            len(drafts or ()),
+        )
 
     def on_launched(self, num_computed: int, draws: bool) -> None:
-        """Accounts for a row that has been launched: it computes so many of the sequence's tokens, and may draw the next one."""
+        """Accounts for a row that has been launched: it computes so many of the sequence's tokens,
+        and may draw the next one.
+        """
         self.num_computed += num_computed
         self.num_in_flight += 1
         if draws:
@@ -232,14 +294,18 @@ class Sequence:
             self.num_tokens += 1
 
     def on_committed(self, draws: bool) -> None:
-        """Accounts for its oldest row in flight, whose step has finished; its tokens are appended afterwards."""
+        """Accounts for its oldest row in flight, whose step has finished; its tokens are appended
+        afterwards.
+        """
         self.num_in_flight -= 1
         if draws:
             self.num_unseen -= 1
             self.num_tokens -= 1
 
     def take_accepted(self, row: Row, accepted: list[int]) -> None:
-        """Accounts for the accepted draft tokens of a row: they are computed, and `append` takes them one by one as forced tokens."""
+        """Accounts for the accepted draft tokens of a row: they are computed, and `append` takes
+        them one by one as forced tokens.
+        """
         assert self.drafter is not None, "only a drafter makes draft tokens"
         self.drafter.record_outcome(len(self.output) + len(accepted) + 1, row.drafts, len(accepted))
         self._force(accepted)
@@ -258,15 +324,25 @@ class Sequence:
         return self.prompt[start:end] + generated[max(0, start - split) : max(0, end - split)]
 
     def _scoring(self, start: int, end: int) -> Scoring | None:
-        """The tokens whose log-probabilities a step over positions start .. end - 1 returns: unscored prompt tokens and `forced`."""
-        unscored = self.num_scored if self.num_scored < len(self.prompt) else len(self.prompt) + len(self.output)
+        """The tokens whose log-probabilities a step over positions start .. end - 1 returns:
+        unscored prompt tokens and `forced`.
+        """
+        unscored = (
+            self.num_scored
+            if self.num_scored < len(self.prompt)
+            else len(self.prompt) + len(self.output)
+        )
         first, last = max(unscored, start + 1), min(end, self.num_tokens - 1)
         if first > last:
             return None
         return Scoring(first - 1 - start, self._tokens(first, last + 1), self.num_top)
 
-    def take_scored(self, scored: list[SampledToken]) -> tuple[list[SampledToken], list[SampledToken]]:
-        """Splits the scores of a step into those of prompt tokens and those of forced tokens, which `append` takes one by one."""
+    def take_scored(
+        self, scored: list[SampledToken]
+    ) -> tuple[list[SampledToken], list[SampledToken]]:
+        """Splits the scores of a step into those of prompt tokens and those of forced tokens, which
+        `append` takes one by one.
+        """
         split = min(len(scored), len(self.prompt) - self.num_scored)
         self.num_scored += split
         return scored[:split], scored[split:]
@@ -300,12 +376,18 @@ class Sequence:
             self._force([])
 
     def take_mask(self) -> SampleError | None:
-        """Takes what its constraint has answered. Returns why it cannot continue, if that is the answer."""
+        """Takes what its constraint has answered. Returns why it cannot continue, if that is the
+        answer.
+        """
         assert self.constraint is not None, "only a constraint makes masks"
         try:
             guidance = self.constraint.take()
         except ConstraintFailed as error:
-            return SampleError(str(error), refused=True) if error.refused else SampleError(str(error), code="grammar_error")
+            return (
+                SampleError(str(error), refused=True)
+                if error.refused
+                else SampleError(str(error), code="grammar_error")
+            )
         self.mask, self.awaits_mask = guidance.mask, False
         self._force(guidance.forced[: self.max_new_tokens - len(self.output)])
         if guidance.mask is None:

@@ -1,7 +1,8 @@
 """WaitingQueue: sequences by id, with a heap for each client on (rank, priority, arrival).
 
-Invariant: every sequence in the dictionary has an entry in its client's heap. An entry whose sequence has left the dictionary is skipped;
-a heap is rebuilt when there are many of these. Which client is next is decided by fair_shares.
+Invariant: every sequence in the dictionary has an entry in its client's heap. An entry whose
+sequence has left the dictionary is skipped; a heap is rebuilt when there are many of these. Which
+client is next is decided by fair_shares.
 """
 
 from heapq import heapify, heappop, heappush

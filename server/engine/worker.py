@@ -1,8 +1,9 @@
-"""The engine process: receives messages, runs steps, sends events. server/child_process.py runs it, on an inherited pipe and a channel on
-which processes that follow constraints are asked for.
+"""The engine process: receives messages, runs steps, sends events. server/child_process.py runs it,
+on an inherited pipe and a channel on which processes that follow constraints are asked for.
 
-Invariant: it runs until Shutdown or until the other end of the pipe is closed. An exception in a step ends the process, and the
-supervisor replays its sequences; an exception in a submission fails that sequence alone. A thread sends heartbeats.
+Invariant: it runs until Shutdown or until the other end of the pipe is closed. An exception in a
+step ends the process, and the supervisor replays its sequences; an exception in a submission fails
+that sequence alone. A thread sends heartbeats.
 """
 
 import dataclasses
@@ -41,25 +42,40 @@ if TYPE_CHECKING:
 log = logging.getLogger("onehead")
 
 PATIENCE = 0.5
-"""Share of the time of a step for which the next one waits for masks, so that constrained sequences run together."""
+"""Share of the time of a step for which the next one waits for masks, so that constrained sequences
+run together."""
 OTHER_FILES = 64
 """Open files of an engine besides a pipe for each sequence."""
 READ_BYTES = 2**20
-"""Messages that are read between two steps, about 10 ms of work, so that many large ones do not hold up the sequences that run."""
+"""Messages that are read between two steps, about 10 ms of work, so that many large ones do not
+hold up the sequences that run."""
 
 
 def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.Ready]:
-    """Loads the engine; checks the config before it imports torch. Raises CheckpointError, OptionError or MemoryError."""
+    """Loads the engine; checks the config before it imports torch. Raises CheckpointError,
+    OptionError or MemoryError.
+    """
     folder = Path(start.model)
     spec = read_spec(folder)
     _check_files(start.options.max_running)
-    files = ModelFiles(folder, Path(start.tokenizer))  # Hashed in threads while torch is imported and the weights are read.
+    files = ModelFiles(
+        folder, Path(start.tokenizer)
+    )  # Hashed in threads while torch is imported and the weights are read.
     _check_conversion(start, folder)
     max_context = _max_context(start, spec)
     runner = _load_runner(start, folder, spec, max_context, report)
-    limits = Limits(runner.pool.num_pages, runner.pool.layout, max_context, start.options.max_running, start.options.step_tokens)
+    limits = Limits(
+        runner.pool.num_pages,
+        runner.pool.layout,
+        max_context,
+        start.options.max_running,
+        start.options.step_tokens,
+    )
     if limits.capacity < max_context:
-        short = "the KV cache holds %d tokens of one sequence, fewer than the context of %d: longer requests are refused; see cache.memory"
+        short = (
+            "the KV cache holds %d tokens of one sequence, fewer than the context of %d: "
+            "longer requests are refused; see cache.memory"
+        )
         log.warning(short, limits.capacity, max_context)
     kv_dtype, forms = runner.pool.keys_LPSd.dtype, runner.decoder.block_forms
     ready = protocol.Ready(
@@ -88,21 +104,30 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
         device_memory=runner.device.own_memory(),
         num_graphs=runner.num_graphs,
     )
-    drafter_for = (lambda sequence: Drafter(sequence.prompt)) if start.options.speculation == "ngram" else None
+    drafter_for = (
+        (lambda sequence: Drafter(sequence.prompt))
+        if start.options.speculation == "ngram"
+        else None
+    )
     return EngineCore(Scheduler(limits, drafter_for), runner), ready
 
 
 def _check_files(max_running: int) -> None:
-    """Allows a pipe for each sequence that runs, to a process that follows its constraint. Raises OptionError."""
+    """Allows a pipe for each sequence that runs, to a process that follows its constraint. Raises
+    OptionError.
+    """
     needed = max_running + OTHER_FILES
     if (limit := allow_files(needed)) < needed:
         raise OptionError(
-            f"engine.max_running {max_running} needs {needed} open files, and this process may have {limit} "
+            f"engine.max_running {max_running} needs {needed} open files, and this process may "
+            f"have {limit} "
             "at most (ulimit -Hn): lower it, or allow more"
         )
 
 
-def _load_runner(start: protocol.Start, folder: Path, spec: ModelSpec, max_context: int, report: "Report") -> "ModelRunner":
+def _load_runner(
+    start: protocol.Start, folder: Path, spec: ModelSpec, max_context: int, report: "Report"
+) -> "ModelRunner":
     """Imports torch and loads the weights."""
     from model.runner.runner import ModelRunner
 
@@ -113,20 +138,32 @@ def _load_runner(start: protocol.Start, folder: Path, spec: ModelSpec, max_conte
 
 
 def _sequences(limits: Limits, contexts: list[int]) -> list[tuple[int, int]]:
-    """For each context length up to `max_context`, the number of sequences that fit the KV cache at once."""
-    lengths = [*(context for context in contexts if context < limits.max_context), limits.max_context]
-    return [(context, limits.layout.sequences(limits.num_pages, context, limits.step_tokens)) for context in lengths]
+    """For each context length up to `max_context`, the number of sequences that fit the KV cache at
+    once.
+    """
+    lengths = [
+        *(context for context in contexts if context < limits.max_context),
+        limits.max_context,
+    ]
+    return [
+        (context, limits.layout.sequences(limits.num_pages, context, limits.step_tokens))
+        for context in lengths
+    ]
 
 
 def _say_what_is_slow(start: protocol.Start, device: str) -> None:
-    """Warns of a cache in float8 on a CPU, which is supported only to show the answers that a GPU would give; says which
-    steps int8 and int4 make no faster on a GPU.
+    """Warns of a cache in float8 on a CPU, which is supported only to show the answers that a GPU
+    would give; says which steps int8 and int4 make no faster on a GPU.
     """
     if device == "cpu" and start.options.cache_dtype == "fp8":
-        log.warning("cache.dtype fp8 on a CPU is slow, as torch converts what it reads; it shows the answers of a GPU")
+        log.warning(
+            "cache.dtype fp8 on a CPU is slow, as torch converts what it reads; it shows the "
+            "answers of a GPU"
+        )
     if device == "cuda" and start.options.quantization in ("int8", "int4"):
         log.warning(
-            "%s on a GPU is dequantized as it is read: steps of more than 64 tokens, prompts among them, are expected to be no faster than "
+            "%s on a GPU is dequantized as it is read: steps of more than 64 tokens, prompts "
+            "among them, are expected to be no faster than "
             "without quantization%s (an estimate, not measured)",
             start.options.quantization,
             ", and with engine.deterministic slower" if start.options.deterministic else "",
@@ -134,34 +171,45 @@ def _say_what_is_slow(start: protocol.Start, device: str) -> None:
 
 
 def _check_conversion(start: protocol.Start, folder: Path) -> None:
-    """Refuses a pooled checkpoint, one whose key/value heads were merged into one without training, unless engine.serve_pooled is set."""
+    """Refuses a pooled checkpoint, one whose key/value heads were merged into one without training,
+    unless engine.serve_pooled is set.
+    """
     fact = only_pooled(folder)
     if fact is None:
         return
     if not start.options.serve_pooled:
-        way_out = f"`onehead train --init {folder} --output NEW` trains it; --engine.serve_pooled true serves it as it is"
+        way_out = (
+            f"`onehead train --init {folder} --output NEW` trains it; --engine.serve_pooled "
+            "true serves it as it is"
+        )
         raise CheckpointError(f"{fact}; {way_out}")
     log.warning("%s; it is served because engine.serve_pooled is true", fact)
 
 
 def _same_model(start: protocol.Start, digest: str) -> str:
-    """The digest of the model that was loaded. Raises CheckpointError if the server began with another one."""
+    """The digest of the model that was loaded. Raises CheckpointError if the server began with
+    another one.
+    """
     if start.digest not in ("", digest):
         what = "the config, tokenizer or weights are not those that the server began with"
-        raise CheckpointError(f"{start.model}: {what}; put the same files back, or restart the server to serve these")
+        raise CheckpointError(
+            f"{start.model}: {what}; put the same files back, or restart the server to serve these"
+        )
     return digest
 
 
 def _max_context(start: protocol.Start, spec: ModelSpec) -> int:
     asked, positions = start.options.max_context, spec.max_positions
     if asked > positions:
-        raise CheckpointError(f"engine.max_context {asked} is above the {positions} positions of the checkpoint")
+        raise CheckpointError(
+            f"engine.max_context {asked} is above the {positions} positions of the checkpoint"
+        )
     return asked or positions
 
 
 def load_report(pipe: Connection, sink: logs.Sink) -> "Report":
-    """A callback that sends the loading phase to the API process, shows the bytes of weights on a terminal, and logs how long each phase
-    took.
+    """A callback that sends the loading phase to the API process, shows the bytes of weights on a
+    terminal, and logs how long each phase took.
     """
     last, began, sent = "starting", time.perf_counter(), ""
 
@@ -217,17 +265,23 @@ class Worker:
             except OSError:
                 return  # The pipe is closed; the message loop ends too.
             except RuntimeError as error:
-                _end(error, self.device)  # The device is broken, while nothing may be running on it.
+                _end(
+                    error, self.device
+                )  # The device is broken, while nothing may be running on it.
 
         threading.Thread(target=beat, daemon=True, name="heartbeat").start()
 
     def progress(self) -> int:
-        """A number that grows while steps are computed, and with each call while the next one waits for a mask, as that time is bounded."""
+        """A number that grows while steps are computed, and with each call while the next one waits
+        for a mask, as that time is bounded.
+        """
         self._num_idle_beats += self._waits_for_masks
         return self.core.runner.progress + self._num_idle_beats
 
     def serve(self) -> None:
-        """Handles messages and runs steps. Returns on Shutdown; raises EOFError when the other end of the pipe is closed."""
+        """Handles messages and runs steps. Returns on Shutdown; raises EOFError when the other end
+        of the pipe is closed.
+        """
         patience = 0.0
         while True:
             self._waits_for_masks = self.core.is_blocked
@@ -238,9 +292,13 @@ class Worker:
                 self.masks.collect(patience)
             handled = False
             num_bytes = 0
-            while not self.core.scheduler.has_work or (num_bytes < READ_BYTES and self.pipe.poll(0)):
+            while not self.core.scheduler.has_work or (
+                num_bytes < READ_BYTES and self.pipe.poll(0)
+            ):
                 if handled and not self.core.scheduler.has_work and not self.pipe.poll(0):
-                    self._report([], 0.0)  # Idle after a cancellation: updates the gauges, as no step will.
+                    self._report(
+                        [], 0.0
+                    )  # Idle after a cancellation: updates the gauges, as no step will.
                     handled = False
                 data = self.pipe.recv_bytes(protocol.MAX_FRAME_BYTES)
                 num_bytes += len(data)
@@ -259,22 +317,33 @@ class Worker:
             patience = PATIENCE * step_seconds
 
     def _send_started(self) -> None:
-        """Sends Started for sequences that are in a step for the first time, before it is computed."""
+        """Sends Started for sequences that are in a step for the first time, before it is
+        computed.
+        """
         started = self.core.scheduler.take_started()
         if started:
             self.send(protocol.Started([s.id for s in started], [s.num_cached for s in started]))
 
     def _send_events(self, events: list[TokenEvent | PromptScored], step_seconds: float) -> None:
-        """Sends the events of a step: scores, then tokens, then failures, as a sequence may get tokens before it fails."""
+        """Sends the events of a step: scores, then tokens, then failures, as a sequence may get
+        tokens before it fails.
+        """
         tokens, failures = [], []
         for event in events:
             if isinstance(event, PromptScored):
-                scores = [protocol.PromptScore(s.token, s.logprob, s.rank, list(s.top)) for s in event.scores]
+                scores = [
+                    protocol.PromptScore(s.token, s.logprob, s.rank, list(s.top))
+                    for s in event.scores
+                ]
                 self.send(protocol.PromptScores(event.id, event.first, scores))
                 continue
             drawn = event.drawn
             if isinstance(drawn, SampledToken):
-                tokens.append(protocol.Token(event.id, event.index, drawn.token, drawn.logprob, event.finish, drawn.top))
+                tokens.append(
+                    protocol.Token(
+                        event.id, event.index, drawn.token, drawn.logprob, event.finish, drawn.top
+                    )
+                )
             else:
                 failures.append(protocol.Failed(event.id, drawn.reason, drawn.refused, drawn.code))
         self._report(tokens, step_seconds)
@@ -310,7 +379,13 @@ class Worker:
                 raise
             except Exception:
                 log.exception("sequence %d cannot be admitted", message.id)
-                self.send(protocol.Failed(message.id, "an internal error in admitting this request", code="admission_error"))
+                self.send(
+                    protocol.Failed(
+                        message.id,
+                        "an internal error in admitting this request",
+                        code="admission_error",
+                    )
+                )
 
     def _report(self, tokens: list[protocol.Token], step_seconds: float) -> None:
         scheduler = self.core.scheduler
@@ -334,54 +409,82 @@ class Worker:
 
 
 def _refusal(error: Exception, start: protocol.Start) -> protocol.Refused:
-    """The Refused message for an error while loading. An unexpected error is logged with its traceback."""
+    """The Refused message for an error while loading. An unexpected error is logged with its
+    traceback.
+    """
     reason = one_line(error)
-    if start.digest:  # Clients are told why there is no engine any more: with the names of files, without their paths.
-        reason = reason.replace(start.tokenizer, "tokenizer.json").replace(f"{start.model}/", "").replace(start.model, "the model's folder")
+    # Clients are told why there is no engine any more: with the names of files, without their
+    # paths.
+    if start.digest:
+        reason = (
+            reason.replace(start.tokenizer, "tokenizer.json")
+            .replace(f"{start.model}/", "")
+            .replace(start.model, "the model's folder")
+        )
     if isinstance(error, CheckpointError | OptionError):
         return protocol.Refused(reason)
     if not isinstance(error, MemoryError):
         log.error("the model could not be loaded", exc_info=error)
-    resource = isinstance(error, MemoryError | RuntimeError | ImportError)  # A library that cannot be mapped is an ImportError.
-    return protocol.Refused(f"the model could not be loaded: {reason or 'memory is exhausted'}", resource)
+    resource = isinstance(
+        error, MemoryError | RuntimeError | ImportError
+    )  # A library that cannot be mapped is an ImportError.
+    return protocol.Refused(
+        f"the model could not be loaded: {reason or 'memory is exhausted'}", resource
+    )
 
 
 def _end(error: Exception, device: "Device | None") -> NoReturn:
-    """Ends the process for an error that no single request has caused, with what is known of the hardware in the log."""
+    """Ends the process for an error that no single request has caused, with what is known of the
+    hardware in the log.
+    """
     log.error("the engine has failed", exc_info=error)
     if device is not None and (words := device.failure(error)):
         log.error("%s", words)
     logging.shutdown()
-    os._exit(1)  # Skips the orderly release of a broken device, which can hang and would delay the restart.
+    os._exit(
+        1
+    )  # Skips the orderly release of a broken device, which can hang and would delay the restart.
 
 
 def main() -> None:
     """Entry point: receives Start, answers Ready or Refused, then serves."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # A service manager may signal every process of the service; only the API process reacts, and drains first.
+        # A service manager may signal every process of the service; only the API process reacts,
+        # and drains first.
         signal.signal(number, signal.SIG_IGN)
     pipe = Connection(int(sys.argv[1]))
-    gc.disable()  # While it loads, which makes next to no garbage: collections would take a tenth of the time.
+    # While it loads, which makes next to no garbage: collections would take a tenth of the time.
+    gc.disable()
     try:
         start = protocol.decode_to_engine(pipe.recv_bytes())
         if not isinstance(start, protocol.Start) or start.version != protocol.VERSION:
-            raise CheckpointError(f"expected a Start message of protocol version {protocol.VERSION}")
+            raise CheckpointError(
+                f"expected a Start message of protocol version {protocol.VERSION}"
+            )
         sink = logs.configure(start.log_level, start.log_format)
         try:
-            # Before the weights are read, so that an address in use is refused soon. Numbers are above all of an engine or a server before,
-            # so that a subscriber sees a gap, and not messages that it knows already.
-            publisher = KvPublisher(start.kv_events, time.time_ns()) if start.kv_events.address else None
+            # Before the weights are read, so that an address in use is refused soon. Numbers are
+            # above all of an engine or a server before, so that a subscriber sees a gap, and not
+            # messages that it knows already.
+            publisher = (
+                KvPublisher(start.kv_events, time.time_ns()) if start.kv_events.address else None
+            )
             core, ready = load(start, report := load_report(pipe, sink))
             device = cast("ModelRunner", core.runner).device
-            worker = Worker(pipe, core, MaskProcesses(socket.socket(fileno=int(sys.argv[2]))), device, publisher)
-            worker.start_heartbeat(start.heartbeat_seconds)  # Before Ready: an engine that cannot start a thread is refused.
+            worker = Worker(
+                pipe, core, MaskProcesses(socket.socket(fileno=int(sys.argv[2]))), device, publisher
+            )
+            worker.start_heartbeat(
+                start.heartbeat_seconds
+            )  # Before Ready: an engine that cannot start a thread is refused.
             report("starting to serve", 0, 0)
         except Exception as error:
             pipe.send_bytes(protocol.encode(_refusal(error, start)))
             logging.shutdown()
             os._exit(0)  # Threads that still hash files are not waited for.
         worker.send(ready)
-        gc.freeze()  # Excludes what is loaded from garbage collection, whose pauses would delay steps.
+        # Excludes what is loaded from garbage collection, whose pauses would delay steps.
+        gc.freeze()
         gc.enable()
         release_freed_memory()
         try:

@@ -1,7 +1,9 @@
-"""Admission: accepts or refuses a request by the number of open requests, waiting tokens and the estimated queue wait; decides readiness.
+"""Admission: accepts or refuses a request by the number of open requests, waiting tokens and the
+estimated queue wait; decides readiness.
 
-Invariant: no request is counted twice: its Reservation counts it until its sequences are submitted, the supervisor from then on. While
-its body is still arriving it is not counted (Reservation.release). It knows nothing of HTTP, text or sampling.
+Invariant: no request is counted twice: its Reservation counts it until its sequences are submitted,
+the supervisor from then on. While its body is still arriving it is not counted
+(Reservation.release). It knows nothing of HTTP, text or sampling.
 """
 
 import random
@@ -28,20 +30,25 @@ MAX_QUEUE_SECONDS = 600.0
 HELD_PER_FREE = 7
 """Places that one client may hold for each that is free: alone it may hold 7 of 8."""
 MOST_NAMED = 1000
-"""As many keys may have a name; counts of clients without one are dropped once there are more than that."""
+"""As many keys may have a name; counts of clients without one are dropped once there are more than
+that."""
 MAX_NUMERICAL_ERRORS, NUMERICAL_ERROR_SECONDS = 10, 60.0
-"""The server is not ready once this many requests have failed by non-finite logits within this time."""
+"""The server is not ready once this many requests have failed by non-finite logits within this
+time."""
 
 
 class Reservation:
-    """An admitted request of one caller, from before its body is read until its answer has ended. It counts as an open request until its
-    sequences are submitted or it is released.
+    """An admitted request of one caller, from before its body is read until its answer has ended.
+    It counts as an open request until its sequences are submitted or it is released.
 
-    `caller` decides which requests may share cached prefixes: the digest of an API key, or a constant where there are no keys.
-    `client` is who shares the server with others: a key, or an address where there are no keys.
+    `caller` decides which requests may share cached prefixes: the digest of an API key, or a
+    constant where there are no keys. `client` is who shares the server with others: a key, or an
+    address where there are no keys.
     """
 
-    def __init__(self, admission: "Admission", caller: str, client: str, usage: Usage, key: bytes | None) -> None:
+    def __init__(
+        self, admission: "Admission", caller: str, client: str, usage: Usage, key: bytes | None
+    ) -> None:
         self.caller = caller
         self.client = client
         self.terms = usage.terms
@@ -76,7 +83,9 @@ class Reservation:
 class Admission:
     """Counts open and waiting requests and applies the bounds on them."""
 
-    def __init__(self, supervisor: Supervisor, metrics: Metrics, section: ServerSection, max_running: int) -> None:
+    def __init__(
+        self, supervisor: Supervisor, metrics: Metrics, section: ServerSection, max_running: int
+    ) -> None:
         self.supervisor = supervisor
         self.metrics = metrics
         self.max_waiting_tokens = MAX_WAITING_TOKENS
@@ -98,9 +107,14 @@ class Admission:
 
     @property
     def accepting(self) -> bool:
-        """Whether the server is ready: the engine runs, there is no drain, and logits have been finite."""
+        """Whether the server is ready: the engine runs, there is no drain, and logits have been
+        finite.
+        """
         errors = self._numerical_errors
-        failing = len(errors) == MAX_NUMERICAL_ERRORS and time.monotonic() - errors[0] < NUMERICAL_ERROR_SECONDS
+        failing = (
+            len(errors) == MAX_NUMERICAL_ERRORS
+            and time.monotonic() - errors[0] < NUMERICAL_ERROR_SECONDS
+        )
         return self.supervisor.state is State.READY and not self.draining and not failing
 
     @property
@@ -113,12 +127,17 @@ class Admission:
         """Prompt tokens of the waiting sequences."""
         return sum(usage.waiting_tokens for usage in self.clients.values())
 
-    def reserve(self, caller: str, client: str = "", terms: Terms = EVERYBODY, key: bytes | None = None) -> Reservation:
-        """Admits a request before its body is read. Raises Unavailable or Overloaded; Conflict while another request in progress has its
-        Idempotency-Key.
+    def reserve(
+        self, caller: str, client: str = "", terms: Terms = EVERYBODY, key: bytes | None = None
+    ) -> Reservation:
+        """Admits a request before its body is read. Raises Unavailable or Overloaded; Conflict
+        while another request in progress has its Idempotency-Key.
         """
         if key is not None and (caller, key) in self.keys_in_use:
-            raise Conflict("a request with this Idempotency-Key is being answered already", code="idempotency_conflict")
+            raise Conflict(
+                "a request with this Idempotency-Key is being answered already",
+                code="idempotency_conflict",
+            )
         usage = self._usage(client, terms)
         with self.counting_refusals():
             self._check(usage, 1, 1)
@@ -126,7 +145,9 @@ class Admission:
         return Reservation(self, caller, client, usage, key)
 
     def charge(self, client: str, terms: Terms, num_tokens: int) -> None:
-        """Counts a request that starts no sequence, and so many tokens, against a client's rates. Raises Overloaded."""
+        """Counts a request that starts no sequence, and so many tokens, against a client's rates.
+        Raises Overloaded.
+        """
         usage = self._usage(client, terms)
         with self.counting_refusals():
             self._check_rates(usage, is_new=True)
@@ -136,22 +157,29 @@ class Admission:
         usage = self.clients.get(client)
         if usage is None:
             if len(self.clients) > 2 * (self.num_open + self.num_reserved) + MOST_NAMED:
-                self.clients = {name: other for name, other in self.clients.items() if other.has_to_be_kept}
+                self.clients = {
+                    name: other for name, other in self.clients.items() if other.has_to_be_kept
+                }
                 self.metrics.by_client.clients = self.clients
             usage = self.clients[client] = Usage(terms)
         usage.terms = terms
         return usage
 
     def check(self, usage: Usage, num_sequences: int, num_tokens: int) -> None:
-        """Raises Unavailable or Overloaded if so many more sequences and prompt tokens of a client are over a bound now; InvalidRequest if
-        they always are.
+        """Raises Unavailable or Overloaded if so many more sequences and prompt tokens of a client
+        are over a bound now; InvalidRequest if they always are.
         """
         most = self._most_open(usage, self.max_open // (HELD_PER_FREE + 1))
         with self.counting_refusals():
             if num_sequences > most:
-                raise InvalidRequest(f"{num_sequences} sequences are requested at once; at most {most} are allowed", param="n")
+                raise InvalidRequest(
+                    f"{num_sequences} sequences are requested at once; at most {most} are allowed",
+                    param="n",
+                )
             self._check(usage, num_sequences, num_tokens)
-            self._check_rates(usage, is_new=False)  # Others may have been submitted since it was reserved.
+            self._check_rates(
+                usage, is_new=False
+            )  # Others may have been submitted since it was reserved.
 
     @contextmanager
     def counting_refusals(self) -> Iterator[None]:
@@ -163,8 +191,8 @@ class Admission:
             raise
 
     def _most_open(self, usage: Usage, num_free: int) -> int:
-        """The most sequences that a client may have open where so many places are left free for others: one client cannot hold them all,
-        and those of many leave some for the next.
+        """The most sequences that a client may have open where so many places are left free for
+        others: one client cannot hold them all, and those of many leave some for the next.
         """
         most = min(self.max_open, max(self.max_running + 1, HELD_PER_FREE * num_free))
         if usage.terms.max_waiting is None:
@@ -173,22 +201,33 @@ class Admission:
 
     def _check(self, usage: Usage, num_sequences: int, num_tokens: int) -> None:
         if self.draining or self.supervisor.state not in LIVE:
-            raise Unavailable("the server is shutting down", retry_after=RETRY_SECONDS, code="server_shutting_down")
+            raise Unavailable(
+                "the server is shutting down",
+                retry_after=RETRY_SECONDS,
+                code="server_shutting_down",
+            )
         if self.supervisor.recovery_overdue:
-            raise Unavailable(self.supervisor.absence, retry_after=RETRY_SECONDS, code="engine_unavailable")
+            raise Unavailable(
+                self.supervisor.absence, retry_after=RETRY_SECONDS, code="engine_unavailable"
+            )
         num_open = self.num_open + self.num_reserved
         if num_open + num_sequences > self.max_open:
             raise self._overloaded(
                 usage,
-                f"{num_open} sequences (choices of requests) are open, and at most {self.max_open} are allowed",
+                f"{num_open} sequences (choices of requests) are open, and at most "
+                f"{self.max_open} are allowed",
                 code="too_many_requests",
             )
         most = self._most_open(usage, self.max_open - num_open - num_sequences)
         if usage.num_open + num_sequences > most:
             raise self._overloaded(
-                usage, f"{usage.num_open} sequences of this client are open, and at most {most} are allowed now", code="too_many_requests"
+                usage,
+                f"{usage.num_open} sequences of this client are open, and at most {most} are "
+                "allowed now",
+                code="too_many_requests",
             )
-        # The bounds on waiting tokens apply only while other requests wait: a single request may be of any length.
+        # The bounds on waiting tokens apply only while other requests wait: a single request may be
+        # of any length.
         waiting, own = self.waiting_tokens, usage.waiting_tokens
         left = self.max_waiting_tokens - waiting - num_tokens
         if (waiting and left < 0) or (own and own + num_tokens > HELD_PER_FREE * left):
@@ -201,7 +240,8 @@ class Admission:
         if (seconds := self._queue_seconds(usage)) > self.max_queue_seconds:
             raise self._overloaded(
                 usage,
-                f"the estimated queue wait is {seconds:.0f} s, and at most {self.max_queue_seconds:g} s are allowed",
+                f"the estimated queue wait is {seconds:.0f} s, and at most "
+                f"{self.max_queue_seconds:g} s are allowed",
                 code="queue_too_long",
             )
 
@@ -211,23 +251,42 @@ class Admission:
         of_requests = usage.requests.seconds(terms.requests_per_minute if is_new else None, now)
         seconds = of_requests, usage.tokens.seconds(terms.tokens_per_minute, now)
         if max(seconds):
-            number, what = max(zip(seconds, (f"{terms.requests_per_minute} requests", f"{terms.tokens_per_minute} tokens"), strict=True))
+            number, what = max(
+                zip(
+                    seconds,
+                    (f"{terms.requests_per_minute} requests", f"{terms.tokens_per_minute} tokens"),
+                    strict=True,
+                )
+            )
             text = f"this key may use {what} a minute; try again in {ceil(number)} s"
             raise Overloaded(text, ceil(number), code="rate_limit_exceeded")
         usage.requests.level -= is_new
 
     def _overloaded(self, usage: Usage, text: str, code: str) -> Overloaded:
-        """Its Retry-After is the client's estimated queue wait and a random part of up to 25 %, so that clients do not retry together."""
+        """Its Retry-After is the client's estimated queue wait and a random part of up to 25 %, so
+        that clients do not retry together.
+        """
         seconds = self._queue_seconds(usage) * random.uniform(1.0, 1.25)
         return Overloaded(f"{text}; try again later", max(1, min(60, round(seconds))), code=code)
 
     def _queue_seconds(self, usage: Usage) -> float:
-        """Estimated queue wait in seconds of a client: its requests ahead / its share of max_running * mean of its last running times."""
+        """Estimated queue wait in seconds of a client: its requests ahead / its share of
+        max_running * mean of its last running times.
+        """
         if not usage.run_seconds:
             return 0.0
-        weights = sum(other.terms.weight for other in self.clients.values() if other.num_open or other is usage)
-        share = min(self.max_running * usage.terms.weight / weights, usage.terms.max_running or self.max_running)
-        return sum(usage.run_seconds) / len(usage.run_seconds) / share * max(0, usage.num_open - share)
+        weights = sum(
+            other.terms.weight
+            for other in self.clients.values()
+            if other.num_open or other is usage
+        )
+        share = min(
+            self.max_running * usage.terms.weight / weights,
+            usage.terms.max_running or self.max_running,
+        )
+        return (
+            sum(usage.run_seconds) / len(usage.run_seconds) / share * max(0, usage.num_open - share)
+        )
 
     def add(self, sequence: Choice, usage: Usage) -> None:
         """Adds a submitted sequence of a client to the open and the waiting ones."""
@@ -240,7 +299,9 @@ class Admission:
         usage.tokens.level -= num_prompt + sequence.max_new_tokens
 
     def remove_waiting(self, id: int) -> Choice | None:
-        """Removes a sequence that was started or has ended from the waiting ones. Returns None if it was not waiting."""
+        """Removes a sequence that was started or has ended from the waiting ones. Returns None if
+        it was not waiting.
+        """
         sequence = self.waiting.pop(id, None)
         if sequence is not None:
             usage = self._usages[id]
@@ -249,7 +310,9 @@ class Admission:
         return sequence
 
     def remove(self, sequence: Choice) -> Usage:
-        """Removes a sequence that has ended, and returns its client; tokens that it did not generate do not count against its rate."""
+        """Removes a sequence that has ended, and returns its client; tokens that it did not
+        generate do not count against its rate.
+        """
         self.remove_waiting(sequence.id)
         usage = self._usages.pop(sequence.id)
         usage.num_submitted -= 1

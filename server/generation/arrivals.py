@@ -1,8 +1,10 @@
-"""Arrivals: wakes the streams that something has come for, all together once the event loop has read what the engine sent.
+"""Arrivals: wakes the streams that something has come for, all together once the event loop has
+read what the engine sent.
 
-So a step wakes the loop once, and a stream once, however many tokens came for it. What streams then have to write is written when all of a
-slice have been woken: a write wakes a client, which may take the processor. Invariant: every function added is called once, and other work
-of the event loop runs after at most SLICE_SECONDS of calls and the call under way. It knows nothing of streams.
+So a step wakes the loop once, and a stream once, however many tokens came for it. What streams then
+have to write is written when all of a slice have been woken: a write wakes a client, which may take
+the processor. Invariant: every function added is called once, and other work of the event loop runs
+after at most SLICE_SECONDS of calls and the call under way. It knows nothing of streams.
 """
 
 import asyncio
@@ -15,7 +17,8 @@ from typing import Any
 SLICE_SECONDS = 0.01
 Write = Callable[[], object]
 Wake = Callable[[], Write | None]
-"""Takes what has come for a stream, and returns what writes it, which is called when the other streams of a slice have been woken."""
+"""Takes what has come for a stream, and returns what writes it, which is called when the other
+streams of a slice have been woken."""
 log = logging.getLogger("onehead.api")
 
 

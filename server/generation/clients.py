@@ -1,7 +1,8 @@
 """Clients: what each one may do, and what it has open, waiting and taken of its rates.
 
-Invariant: what a client has open is counted once, by its reservations until their sequences are submitted, by these from then on. It
-decides nothing: admission does. It knows no keys and no addresses.
+Invariant: what a client has open is counted once, by its reservations until their sequences are
+submitted, by these from then on. It decides nothing: admission does. It knows no keys and no
+addresses.
 """
 
 from collections import deque
@@ -11,11 +12,14 @@ from pydantic import Field
 from server.config import Section
 
 RATE_WINDOW = 64
-"""Number of a client's finished sequences whose running times give the estimate of its queue wait."""
+"""Number of a client's finished sequences whose running times give the estimate of its queue
+wait."""
 
 
 class Terms(Section):
-    """What a client may do; the defaults are those of a client without an entry in the keys' file."""
+    """What a client may do; the defaults are those of a client without an entry in the keys'
+    file.
+    """
 
     name: str = ""
     """Its label in metrics; empty for none."""
@@ -25,7 +29,8 @@ class Terms(Section):
     requests_per_minute: int | None = Field(None, ge=1)
     tokens_per_minute: int | None = Field(None, ge=1)
     priority: bool | None = None
-    """Whether `priority` orders its requests against those of all clients; None: against its own only. False: it may not be set."""
+    """Whether `priority` orders its requests against those of all clients; None: against its own
+    only. False: it may not be set."""
 
 
 EVERYBODY = Terms()
@@ -33,7 +38,9 @@ EVERYBODY = Terms()
 
 
 class Rate:
-    """An allowance that fills evenly with so much a minute, up to that. The last that is taken may exceed it; that has to fill first."""
+    """An allowance that fills evenly with so much a minute, up to that. The last that is taken may
+    exceed it; that has to fill first.
+    """
 
     def __init__(self) -> None:
         self.level, self._at = float("inf"), 0.0

@@ -1,7 +1,8 @@
 """EngineClient: the engine as requests and routes use it, over the supervisor.
 
-Invariant: a sequence that was opened is counted in admission and metrics until `end` is called for it, once. Tokens are timed as they
-arrive, not as clients read them. It knows nothing of HTTP and text.
+Invariant: a sequence that was opened is counted in admission and metrics until `end` is called for
+it, once. Tokens are timed as they arrive, not as clients read them. It knows nothing of HTTP and
+text.
 """
 
 import asyncio
@@ -33,7 +34,9 @@ FINISHED = frozenset({"length", "eos_token", "stop_sequence"})
 class EngineClient:
     """Admits requests, submits their sequences, and counts and times what comes of them."""
 
-    def __init__(self, supervisor: Supervisor, metrics: Metrics, section: ServerSection, max_running: int) -> None:
+    def __init__(
+        self, supervisor: Supervisor, metrics: Metrics, section: ServerSection, max_running: int
+    ) -> None:
         self.supervisor = supervisor
         self.metrics = metrics
         self.admission = Admission(supervisor, metrics, section, max_running)
@@ -57,7 +60,9 @@ class EngineClient:
         """The state of the server in words."""
         if self.draining:
             return "draining"
-        if self.supervisor.state is State.READY:  # Too many requests have failed by non-finite logits if it does not accept requests.
+        if (
+            self.supervisor.state is State.READY
+        ):  # Too many requests have failed by non-finite logits if it does not accept requests.
             return "ready" if self.accepting else "numerical errors"
         return self.supervisor.status
 
@@ -68,9 +73,15 @@ class EngineClient:
 
     @property
     def healthy(self) -> bool:
-        """Whether the server is ready, or a new engine replaces another and requests wait for it."""
+        """Whether the server is ready, or a new engine replaces another and requests wait for
+        it.
+        """
         supervisor = self.supervisor
-        is_replacing = supervisor.state is State.STARTING and supervisor.ready is not None and not supervisor.recovery_overdue
+        is_replacing = (
+            supervisor.state is State.STARTING
+            and supervisor.ready is not None
+            and not supervisor.recovery_overdue
+        )
         return self.accepting or (is_replacing and not self.draining)
 
     @property
@@ -78,7 +89,9 @@ class EngineClient:
         """Whether the server is shutting down."""
         return self.admission.draining
 
-    def reserve(self, caller: str, client: str = "", terms: Terms = EVERYBODY, key: bytes | None = None) -> Reservation:
+    def reserve(
+        self, caller: str, client: str = "", terms: Terms = EVERYBODY, key: bytes | None = None
+    ) -> Reservation:
         """As Admission.reserve."""
         return self.admission.reserve(caller, client, terms, key)
 
@@ -89,19 +102,26 @@ class EngineClient:
         submits: Sequence[protocol.Submit],
         deliver: Callable[[Choice, SequenceEvent], None],
     ) -> None:
-        """Submits the sequences of a request, all or none, and sets their ids. `deliver` gets each event. Raises InvalidRequest,
-        Overloaded or Unavailable.
+        """Submits the sequences of a request, all or none, and sets their ids. `deliver` gets each
+        event. Raises InvalidRequest, Overloaded or Unavailable.
         """
         reservation.release()  # From here on the supervisor counts the submitted sequences.
-        self.admission.check(reservation.usage, len(submits), sum(choice.num_prompt for choice in choices))
+        self.admission.check(
+            reservation.usage, len(submits), sum(choice.num_prompt for choice in choices)
+        )
         self.metrics.prompt_tokens.inc(prompt_tokens(choices))
         for choice, submit in zip(choices, submits, strict=True):
             choice.id = self.supervisor.submit(submit, self._receiver(choice, deliver))
             self.admission.add(choice, reservation.usage)
         reservation.choices += choices
 
-    def _receiver(self, choice: Choice, deliver: Callable[[Choice, SequenceEvent], None]) -> Callable[[SequenceEvent], None]:
-        first_token, inter_token = self.metrics.time_to_first_token.observe, self.metrics.inter_token_latency.observe
+    def _receiver(
+        self, choice: Choice, deliver: Callable[[Choice, SequenceEvent], None]
+    ) -> Callable[[SequenceEvent], None]:
+        first_token, inter_token = (
+            self.metrics.time_to_first_token.observe,
+            self.metrics.inter_token_latency.observe,
+        )
 
         def receive(event: SequenceEvent) -> None:
             now = time.monotonic()
@@ -120,7 +140,9 @@ class EngineClient:
         return receive
 
     def end(self, choice: Choice, outcome: str) -> None:
-        """Ends a sequence: cancels it if it is still generated, and counts its outcome. Called once for each."""
+        """Ends a sequence: cancels it if it is still generated, and counts its outcome. Called once
+        for each.
+        """
         self.supervisor.cancel(choice.id)
         usage = self.admission.remove(choice)
         if outcome in FINISHED:
@@ -137,7 +159,9 @@ class EngineClient:
             self.metrics.ignored_fields.labels(name if name in self._ignored else "other").inc()
 
     async def cache_dump(self) -> bytes:
-        """The state of the KV cache as the engine's own lists have it, as JSON. Waits while no engine is ready."""
+        """The state of the KV cache as the engine's own lists have it, as JSON. Waits while no
+        engine is ready.
+        """
         return await asyncio.shield(self.monitor.dump())
 
     def drain(self) -> None:
@@ -165,6 +189,8 @@ class EngineClient:
     def raise_if_over(self) -> None:
         """Raises the error for which the engine will not be restarted, if there is one."""
         if self.supervisor.state is State.REFUSED:
-            raise (ResourceError if self.supervisor.lacks_resource else ConfigurationError)(self.supervisor.reason)
+            raise (ResourceError if self.supervisor.lacks_resource else ConfigurationError)(
+                self.supervisor.reason
+            )
         if self.supervisor.state is State.GAVE_UP:
             raise EngineGaveUp(self.supervisor.reason)

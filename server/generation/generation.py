@@ -1,7 +1,8 @@
-"""Generation: validates requests against the limits of the loaded engine and submits them; used by both HTTP dialects and the commands.
+"""Generation: validates requests against the limits of the loaded engine and submits them; used by
+both HTTP dialects and the commands.
 
-Invariant: no request reaches the engine without these checks. `stream` turns the engine's events into text. It knows nothing of HTTP, the
-fields of bodies or server-sent events.
+Invariant: no request reaches the engine without these checks. `stream` turns the engine's events
+into text. It knows nothing of HTTP, the fields of bodies or server-sent events.
 """
 
 import logging
@@ -47,24 +48,37 @@ class Generation:
 
     @cached_property
     def fingerprint(self) -> str:
-        """`system_fingerprint`: version, model type, dtypes, device and kernels, on which an answer depends besides its request."""
-        weights = self.ready.dtype if self.ready.quantization == "none" else f"{self.ready.quantization}-{self.ready.dtype}"
+        """`system_fingerprint`: version, model type, dtypes, device and kernels, on which an answer
+        depends besides its request.
+        """
+        weights = (
+            self.ready.dtype
+            if self.ready.quantization == "none"
+            else f"{self.ready.quantization}-{self.ready.dtype}"
+        )
         cache = "" if self.ready.kv_dtype == self.ready.dtype else f"-{self.ready.kv_dtype}"
-        return f"onehead-{version('onehead')}-{self.ready.model_type}-{weights}{cache}-{self.ready.device}-{self.ready.kernels}"
+        ready = self.ready
+        parts = version("onehead"), ready.model_type, weights + cache, ready.device, ready.kernels
+        return "-".join(("onehead", *parts))
 
     @cached_property
     def end_token_ids(self) -> tuple[int, ...]:
-        """End-of-sequence token ids: the union of those in the checkpoint's configs and in its tokenizer."""
+        """End-of-sequence token ids: the union of those in the checkpoint's configs and in its
+        tokenizer.
+        """
         return tuple(sorted({*self.ready.end_token_ids, *self.codec.end_token_ids}))
 
     @property
     def max_total_tokens(self) -> int:
-        """Largest number of prompt and output tokens of a sequence: the context length, or the KV cache's size if that is smaller."""
+        """Largest number of prompt and output tokens of a sequence: the context length, or the KV
+        cache's size if that is smaller.
+        """
         return self.ready.capacity
 
     async def tokenize(self, job: AnyJob, client: str, truncated: bool = False) -> Any:
-        """The result of a job that makes the prompt of a request. A text that fits no context is refused before, unless its ids are
-        `truncated` afterwards. Raises InvalidRequest, Overloaded or Unavailable.
+        """The result of a job that makes the prompt of a request. A text that fits no context is
+        refused before, unless its ids are `truncated` afterwards. Raises InvalidRequest, Overloaded
+        or Unavailable.
         """
         least = -(-job.longest // self.codec.longest_token)
         if not truncated and not isinstance(job, EncodeChat) and least >= self.max_total_tokens:
@@ -73,25 +87,32 @@ class Generation:
         return await self.texts.run(job, client)
 
     async def convert(self, job: AnyJob, client: str, terms: Terms) -> Any:
-        """The result of a job for a request that starts no sequence. It counts against the client's rates,
-        with an estimate of its tokens. Raises InvalidRequest, Overloaded or Unavailable.
+        """The result of a job for a request that starts no sequence. It counts against the client's
+        rates, with an estimate of its tokens. Raises InvalidRequest, Overloaded or Unavailable.
         """
         self.client.admission.charge(client, terms, job.num_chars // CHARS_PER_TOKEN)
         return await self.texts.run(job, client)
 
     def _too_long_prompt(self, given: object) -> BadSize:
         return BadSize(
-            f"`inputs` must have less than {self.max_total_tokens} tokens ({self._bound}). Given: {given}", param="inputs", code=TOO_LONG
+            f"`inputs` must have less than {self.max_total_tokens} tokens ({self._bound}). Given: "
+            f"{given}",
+            param="inputs",
+            code=TOO_LONG,
         )
 
     @property
     def _bound(self) -> str:
         """What limits `max_total_tokens`, for messages."""
-        return "the model's context" if self.max_total_tokens == self.ready.max_context else f"the cache's {self.ready.num_pages} pages"
+        return (
+            "the model's context"
+            if self.max_total_tokens == self.ready.max_context
+            else f"the cache's {self.ready.num_pages} pages"
+        )
 
     def start(self, requests: Sequence[Request], reservation: Reservation) -> OpenStreams:
-        """Validates the sequences of a reserved request and submits all of them, or none. The caller must close the returned streams.
-        Raises InvalidRequest, Overloaded or Unavailable.
+        """Validates the sequences of a reserved request and submits all of them, or none. The
+        caller must close the returned streams. Raises InvalidRequest, Overloaded or Unavailable.
         """
         try:
             with self.client.admission.counting_refusals():
@@ -108,36 +129,22 @@ class Generation:
         return streams
 
     def _submission(self, request: Request, reservation: Reservation) -> protocol.Submit:
-        max_new_tokens = self.max_new_tokens(request)
-        if request.min_new_tokens > max_new_tokens:
-            raise InvalidRequest(
-                f"`min_tokens` must be at most the {max_new_tokens} new tokens allowed. Given: {request.min_new_tokens}", param="min_tokens"
-            )
-        terms = reservation.terms
+        max_new_tokens, terms = self.max_new_tokens(request), reservation.terms
         if request.priority and terms.priority is False:
-            text = "`priority` may be set only with a key that the keys' file gives `priority = true`"
+            text = (
+                "`priority` may be set only with a key that the keys' file gives `priority = true`"
+            )
             raise InvalidRequest(text, param="priority")
         rank = request.priority if terms.priority else 0
         share = protocol.Share(reservation.client, terms.weight, terms.max_running or 0, rank)
-        # Before its opening the text is free; the calls that may follow end it.
-        if request.grammar and ((request.min_new_tokens and request.opening is None) or request.ignore_eos):
-            raise InvalidRequest(
-                "`min_tokens` and `ignore_eos` cannot be combined with a grammar, as calls of `tools` have; it decides where text ends"
-            )
         ends = set() if request.ignore_eos else {*self.end_token_ids}
         # A stop string that is one special token, which adds no text in which it could be found.
         ends |= self.codec.special_ids.intersection(map(self.codec.token_id, request.stop_strings))
         stop_token_ids = sorted({*request.stop_token_ids, *ends})
-        allowed = int.from_bytes(request.sampling.allowed_tokens, "little")
-        if allowed and request.grammar:
-            raise InvalidRequest(
-                "`allowed_token_ids` cannot be combined with a grammar, as calls of `tools` have", param="allowed_token_ids"
-            )
-        if allowed and request.min_new_tokens and not allowed & ~int.from_bytes(protocol.bitmap(stop_token_ids), "little"):
-            raise InvalidRequest(
-                "`allowed_token_ids` holds only tokens that end the text, and `min_tokens` forbids them", param="min_tokens"
-            )
-        if request.sampling.choice == 0:  # Further choices of a prompt share its ids and those of all fields.
+        _check_ends(request, max_new_tokens, stop_token_ids)
+        if (
+            request.sampling.choice == 0
+        ):  # Further choices of a prompt share its ids and those of all fields.
             self._check_ids(request)
         return protocol.Submit(
             id=0,
@@ -159,36 +166,88 @@ class Generation:
         )
 
     def _check_ids(self, request: Request) -> None:
-        """Checks token ids against the width of the logits, which may differ from the tokenizer's: a larger id would index another row."""
+        """Checks token ids against the width of the logits, which may differ from the tokenizer's:
+        a larger id would index another row.
+        """
         vocab_size, sampling = self.ready.vocab_size, request.sampling
         for name, ids in (
             ("prompt", request.prompt),
             ("stop_token_ids", request.stop_token_ids),
             ("logit_bias", sampling.logit_bias),
-            ("allowed_token_ids", (int.from_bytes(sampling.allowed_tokens, "little").bit_length() - 1,)),
+            (
+                "allowed_token_ids",
+                (int.from_bytes(sampling.allowed_tokens, "little").bit_length() - 1,),
+            ),
             ("logprob_token_ids", sampling.logprob_token_ids),
         ):
             if (largest := max(ids, default=0)) >= vocab_size:
-                raise InvalidRequest(f"`{name}` holds the token id {largest}, which is not below the vocabulary's {vocab_size}", param=name)
+                raise InvalidRequest(
+                    f"`{name}` holds the token id {largest}, which is not below the vocabulary's "
+                    f"{vocab_size}",
+                    param=name,
+                )
         if sampling.top_k > vocab_size:
-            raise InvalidRequest(f"`top_k` must be at most the vocabulary's {vocab_size}. Given: {sampling.top_k}", param="top_k")
+            raise InvalidRequest(
+                f"`top_k` must be at most the vocabulary's {vocab_size}. Given: {sampling.top_k}",
+                param="top_k",
+            )
 
     def max_new_tokens(self, request: Request) -> int:
-        """Most tokens to generate for a request. Raises InvalidRequest where its prompt is empty or they do not fit."""
+        """Most tokens to generate for a request. Raises InvalidRequest where its prompt is empty or
+        they do not fit.
+        """
         num_prompt, most = len(request.prompt), self.max_total_tokens
         if num_prompt == 0:
-            raise BadSize("`inputs` holds no tokens; at least one is needed to go on from", param="inputs")
+            raise BadSize(
+                "`inputs` holds no tokens; at least one is needed to go on from", param="inputs"
+            )
         if num_prompt >= most:
             raise self._too_long_prompt(num_prompt)
         if request.max_new_tokens is None:
             return most - num_prompt
         if request.max_new_tokens == 0:
-            return 1  # The engine samples a token after every prompt; ChoiceDetokenizer leaves it out.
+            return (
+                1  # The engine samples a token after every prompt; ChoiceDetokenizer leaves it out.
+            )
         if num_prompt + request.max_new_tokens > most:
             raise BadSize(
                 f"`inputs` tokens + `max_new_tokens` must be <= {most} ({self._bound}). "
-                f"Given: {num_prompt} `inputs` tokens and {request.max_new_tokens} `max_new_tokens`",
+                f"Given: {num_prompt} `inputs` tokens and {request.max_new_tokens} "
+                "`max_new_tokens`",
                 param="max_new_tokens",
                 code=TOO_LONG,
             )
         return request.max_new_tokens
+
+
+def _check_ends(request: Request, max_new_tokens: int, stop_token_ids: list[int]) -> None:
+    """Raises InvalidRequest where fields of a request contradict each other about where its text
+    ends.
+    """
+    if request.min_new_tokens > max_new_tokens:
+        raise InvalidRequest(
+            f"`min_tokens` must be at most the {max_new_tokens} new tokens allowed. Given: "
+            f"{request.min_new_tokens}",
+            param="min_tokens",
+        )
+    # Before its opening the text is free; the calls that may follow end it.
+    if request.grammar and (
+        (request.min_new_tokens and request.opening is None) or request.ignore_eos
+    ):
+        raise InvalidRequest(
+            "`min_tokens` and `ignore_eos` cannot be combined with a grammar, as calls of "
+            "`tools` have; it decides where text ends"
+        )
+    allowed = int.from_bytes(request.sampling.allowed_tokens, "little")
+    if allowed and request.grammar:
+        raise InvalidRequest(
+            "`allowed_token_ids` cannot be combined with a grammar, as calls of `tools` have",
+            param="allowed_token_ids",
+        )
+    ends = int.from_bytes(protocol.bitmap(stop_token_ids), "little")
+    if allowed and request.min_new_tokens and not allowed & ~ends:
+        raise InvalidRequest(
+            "`allowed_token_ids` holds only tokens that end the text, and `min_tokens` forbids "
+            "them",
+            param="min_tokens",
+        )

@@ -1,8 +1,8 @@
 """Monitor: shows viewers how the engine uses its KV cache, and the server's counts.
 
-Invariant: the engine is asked only while somebody watches or waits for a dump, every LOOK_SECONDS, and only once it
-has answered before. Each event is encoded once. A viewer that does not keep up has at most the latest event of each
-kind to take. It knows no connections.
+Invariant: the engine is asked only while somebody watches or waits for a dump, every LOOK_SECONDS,
+and only once it has answered before. Each event is encoded once. A viewer that does not keep up has
+at most the latest event of each kind to take. It knows no connections.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ NONE = -1
 
 
 class Viewer:
-    """One connection that watches, as the source of its response's events (http.sse.Source). `events`: the latest of
-    each kind that it has not taken.
+    """One connection that watches, as the source of its response's events (http.sse.Source).
+    `events`: the latest of each kind that it has not taken.
     """
 
     def __init__(self, monitor: "Monitor", client: str, events: dict[str, bytes]) -> None:
@@ -54,8 +54,19 @@ class Viewer:
 class Monitor:
     """Watches one supervisor's engine. `status`: the state of the server in words."""
 
-    def __init__(self, supervisor: Supervisor, metrics: Metrics, arrivals: Arrivals, status: Callable[[], str]) -> None:
-        self._supervisor, self._metrics, self._arrivals, self._status = supervisor, metrics, arrivals, status
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        metrics: Metrics,
+        arrivals: Arrivals,
+        status: Callable[[], str],
+    ) -> None:
+        self._supervisor, self._metrics, self._arrivals, self._status = (
+            supervisor,
+            metrics,
+            arrivals,
+            status,
+        )
         self.viewers = list[Viewer]()
         self.ended = False
         self._latest: dict[str, bytes] = {}
@@ -64,26 +75,37 @@ class Monitor:
         """The next dump of the cache, as JSON; None if none is asked for."""
         self._watching: asyncio.Task[None] | None = None
         self._asked = NONE
-        """The engine that has not answered yet, as the number of those that were started before it."""
+        """The engine that has not answered yet, as the number of those that were started before
+        it."""
         self._shown = NONE, NONE
         """The engine of the view that was shown last, and the view's number."""
 
     def join(self, client: str = "") -> Viewer:
-        """A new viewer, until it is removed from `viewers`. Raises Overloaded, to a client that has many already also
-        while there are places.
+        """A new viewer, until it is removed from `viewers`. Raises Overloaded, to a client that has
+        many already also while there are places.
         """
-        held, num_free = [viewer.client for viewer in self.viewers].count(client), MAX_VIEWERS - len(self.viewers)
+        held, num_free = (
+            [viewer.client for viewer in self.viewers].count(client),
+            MAX_VIEWERS - len(self.viewers),
+        )
         if held >= num_free * HELD_PER_FREE or not num_free:
-            text = f"{len(self.viewers)} viewers watch this server, {held} of this client; at most {MAX_VIEWERS} may, "
-            raise Overloaded(f"{text}fewer of one client; try again later", RETRY_SECONDS, code="too_many_viewers")
+            text = (
+                f"{len(self.viewers)} viewers watch this server, {held} of this client; at "
+                f"most {MAX_VIEWERS} may, "
+            )
+            raise Overloaded(
+                f"{text}fewer of one client; try again later",
+                RETRY_SECONDS,
+                code="too_many_viewers",
+            )
         viewer = Viewer(self, client, dict(self._latest))
         self.viewers.append(viewer)
         self._begin()
         return viewer
 
     def dump(self) -> "asyncio.Future[bytes]":
-        """Gets a dump of the cache, the same for all who ask meanwhile; not to be cancelled. Viewers are shown the
-        same state.
+        """Gets a dump of the cache, the same for all who ask meanwhile; not to be cancelled.
+        Viewers are shown the same state.
         """
         self._dump = self._dump or asyncio.get_running_loop().create_future()
         self._begin()
@@ -131,7 +153,9 @@ class Monitor:
             self._dump = None
 
     def _show(self, kind: str, data: dict[str, Any]) -> None:
-        """Passes an event to every viewer, in the place of one of the kind that it has not taken."""
+        """Passes an event to every viewer, in the place of one of the kind that it has not
+        taken.
+        """
         event = b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode(data))
         self._latest[kind] = event
         for viewer in self.viewers:
@@ -142,6 +166,10 @@ class Monitor:
         stats = {"time": time.time(), "status": self._status(), **self._metrics.stats()}
         if (ready := self._supervisor.ready) is not None:
             ratio = ready.multi_head_bytes_per_token / ready.kv_bytes_per_token
-            stats |= {"device": ready.device, "page_size": ready.page_size, "num_pages": ready.num_pages}
+            stats |= {
+                "device": ready.device,
+                "page_size": ready.page_size,
+                "num_pages": ready.num_pages,
+            }
             stats |= {"multi_head_ratio": ratio, "page_bytes": ready.page_bytes}
         return stats

@@ -1,4 +1,5 @@
-"""Request and Choice: the internal form of a request, the same for every dialect, and the state of each of its sequences.
+"""Request and Choice: the internal form of a request, the same for every dialect, and the state of
+each of its sequences.
 
 Plain data; knows no engine.
 """
@@ -20,8 +21,9 @@ _decode_scores = msgspec.msgpack.Decoder(list[protocol.PromptScore]).decode
 class Request:
     """One sequence to generate. Requests of one call with the same prompt share its list.
 
-    `max_new_tokens` None: as many as fit into the context. `keep_stop`: a matched stop string stays in the text. `keep_stop_token`: so
-    does the text of the token that ends the sequence. `healed`: text at the end of the prompt that is generated again (token healing).
+    `max_new_tokens` None: as many as fit into the context. `keep_stop`: a matched stop string stays
+    in the text. `keep_stop_token`: so does the text of the token that ends the sequence. `healed`:
+    text at the end of the prompt that is generated again (token healing).
     """
 
     prompt: list[int]
@@ -51,18 +53,24 @@ class Request:
 
 
 def with_choices(request: Request, count: int, all_score: bool = False) -> list[Request]:
-    """`count` copies that share the prompt and differ in `sampling.choice`, which selects the random draws. Only the first scores the
-    prompt, unless `all_score`.
+    """`count` copies that share the prompt and differ in `sampling.choice`, which selects the
+    random draws. Only the first scores the prompt, unless `all_score`.
     """
     return [
-        replace(request, sampling=replace(request.sampling, choice=i), score_prompt=request.score_prompt and (i == 0 or all_score))
+        replace(
+            request,
+            sampling=replace(request.sampling, choice=i),
+            score_prompt=request.score_prompt and (i == 0 or all_score),
+        )
         for i in range(count)
     ]
 
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One submitted sequence: its id, its token counts, and the monotonic times of its arrival, start, first and last token."""
+    """One submitted sequence: its id, its token counts, and the monotonic times of its arrival,
+    start, first and last token.
+    """
 
     num_prompt: int
     max_new_tokens: int
@@ -77,7 +85,8 @@ class Choice:
     num_cached: int = 0
     """Prompt tokens served from the prefix cache."""
     scores: list[bytes] = field(default_factory=list)
-    """Log-probabilities of the prompt's tokens from the second on, if asked for: msgpack, an eighth of the objects' size."""
+    """Log-probabilities of the prompt's tokens from the second on, if asked for: msgpack, an eighth
+    of the objects' size."""
     outcome: str | None = None
 
     @property
@@ -88,11 +97,15 @@ class Choice:
 
 def prompt_tokens(choices: Sequence[Choice]) -> int:
     """Number of prompt tokens of a request; a prompt that several choices share counts once."""
-    return sum({id(choice.request.prompt): len(choice.request.prompt) for choice in choices}.values())
+    return sum(
+        {id(choice.request.prompt): len(choice.request.prompt) for choice in choices}.values()
+    )
 
 
 def speeds(choices: Sequence[Choice]) -> dict[str, float]:
-    """Token counts, TTFT and output tokens per second of a request, for the access log; 0 where unknown."""
+    """Token counts, TTFT and output tokens per second of a request, for the access log; 0 where
+    unknown.
+    """
     num_tokens = sum(choice.num_tokens for choice in choices)
     first = min((choice.first for choice in choices if choice.num_tokens), default=0.0)
     seconds = max((choice.last for choice in choices), default=0.0) - first

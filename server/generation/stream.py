@@ -1,9 +1,11 @@
-"""OpenStreams: the sequences of one submitted request, as one asynchronous iterator over pieces of their text.
+"""OpenStreams: the sequences of one submitted request, as one asynchronous iterator over pieces of
+their text.
 
-It detokenizes, looks for stop strings and applies the request's time limit. What has arrived is taken at once with `take`, either by the
-task that iterates or by the function that `listen` is given. Invariant: every sequence ends in exactly one piece with
-`finish`, or the whole request in one RequestError; `close` cancels unfinished sequences and is idempotent. It knows nothing of HTTP, the
-fields of bodies or server-sent events.
+It detokenizes, looks for stop strings and applies the request's time limit. What has arrived is
+taken at once with `take`, either by the task that iterates or by the function that `listen` is
+given. Invariant: every sequence ends in exactly one piece with `finish`, or the whole request in
+one RequestError; `close` cancels unfinished sequences and is idempotent. It knows nothing of HTTP,
+the fields of bodies or server-sent events.
 """
 
 import asyncio
@@ -32,19 +34,20 @@ Top = Sequence[tuple[int, float]]
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """One token and the text that became final with it. The last piece of a sequence has `finish`: length, eos_token, stop_sequence or
-    timeout; and in `stop` the stop string or stop token id that ended the sequence, if one did.
+    """One token and the text that became final with it. The last piece of a sequence has `finish`:
+    length, eos_token, stop_sequence or timeout; and in `stop` the stop string or stop token id that
+    ended the sequence, if one did.
 
-    A special token, or a token that ends the sequence, adds no text: `text` holds only text that was held back before it. `token` is None
-    where the time limit passed between two tokens.
+    A special token, or a token that ends the sequence, adds no text: `text` holds only text that
+    was held back before it. `token` is None where the time limit passed between two tokens.
     """
 
     choice: int
     token: int | None
     text: str
     token_text: str = ""
-    """The token's own text, of which stop strings, thoughts and calls have taken nothing: those of all tokens, joined, are the text of
-    the sequence. A special token has its name here.
+    """The token's own text, of which stop strings, thoughts and calls have taken nothing: those of
+    all tokens, joined, are the text of the sequence. A special token has its name here.
     """
     logprob: float | None = None
     top: Top = ()
@@ -52,7 +55,8 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     finish: str | None = None
     stop: str | int | None = None
     thought: str = ""
-    """What it adds to a thought, and `calls` to calls of tools, where the model's format for them is known (Request.parser)."""
+    """What it adds to a thought, and `calls` to calls of tools, where the model's format for them
+    is known (Request.parser)."""
     calls: tuple[CallDelta, ...] = ()
 
 
@@ -63,27 +67,39 @@ class ChoiceDetokenizer:
         self._codec = codec
         self._choice = choice
         self._request = choice.request
-        self._detokenizer = Detokenizer(codec, choice.request.prompt, choice.request.skip_special_tokens)
+        self._detokenizer = Detokenizer(
+            codec, choice.request.prompt, choice.request.skip_special_tokens
+        )
         self._stops = StopStrings(choice.request.stop_strings, choice.request.keep_stop)
         self._healed = choice.request.healed
-        """The part of the removed end of the prompt (token healing) that is still to be generated again; it is not part of the output."""
+        """The part of the removed end of the prompt (token healing) that is still to be generated
+        again; it is not part of the output."""
         self._parser = (make := choice.request.parser) and make()
 
     def piece(self, token: protocol.Token) -> Piece:
         """The piece of a token. A stop string may set `finish` before the engine does."""
         request, index = self._request, self._choice.index
-        if request.max_new_tokens == 0:  # Only the prompt was asked for; the engine samples one token after it anyway.
+        if (
+            request.max_new_tokens == 0
+        ):  # Only the prompt was asked for; the engine samples one token after it anyway.
             return Piece(index, None, "", finish="length")
         ends = token.finish == "eos_token"
-        # A token that ends the sequence adds no text, whether it is a special token or one of the request's stop tokens.
+        # A token that ends the sequence adds no text, whether it is a special token or one of the
+        # request's stop tokens.
         special = token.token in self._codec.special_ids or (ends and not request.keep_stop_token)
-        skipped = (special and request.skip_special_tokens) or (ends and not request.keep_stop_token)
+        skipped = (special and request.skip_special_tokens) or (
+            ends and not request.keep_stop_token
+        )
         text = "" if skipped else self._detokenizer.push(token.token)
         if token.finish is not None:
             text += self._detokenizer.flush()
         text = self._strip_healed(text)
         own = self._codec.decode([token.token]) if special else text
-        parsed = Parsed(text) if self._parser is None else self._parser.push(token.token, text, special, token.finish is not None)
+        parsed = (
+            Parsed(text)
+            if self._parser is None
+            else self._parser.push(token.token, text, special, token.finish is not None)
+        )
         text, stop = self._stops.push(parsed.text, search=token.index + 1 >= request.min_new_tokens)
         finish = "stop_sequence" if stop is not None else token.finish
         if finish is not None and stop is None:
@@ -92,9 +108,24 @@ class ChoiceDetokenizer:
         if finish == "eos_token" and token.token in request.stop_token_ids:
             reason = token.token
         if ends and stop is None and own in request.stop_strings:
-            finish, reason = "stop_sequence", own  # A special token, which adds no text to find it in.
+            finish, reason = (
+                "stop_sequence",
+                own,
+            )  # A special token, which adds no text to find it in.
         top, thought, calls = token.top, parsed.thought, parsed.calls
-        return Piece(index, token.token, text, own, token.logprob, top, special, finish, reason, thought, calls)
+        return Piece(
+            index,
+            token.token,
+            text,
+            own,
+            token.logprob,
+            top,
+            special,
+            finish,
+            reason,
+            thought,
+            calls,
+        )
 
     def _strip_healed(self, text: str) -> str:
         if self._healed:
@@ -105,10 +136,21 @@ class ChoiceDetokenizer:
     def timeout_piece(self) -> Piece:
         """The last piece of a sequence whose time limit has passed."""
         text = self._strip_healed(self._detokenizer.flush())
-        parsed = Parsed(text) if self._parser is None else self._parser.push(None, text, special=False, is_last=True)
+        parsed = (
+            Parsed(text)
+            if self._parser is None
+            else self._parser.push(None, text, special=False, is_last=True)
+        )
         text, _ = self._stops.push(parsed.text)
         text += self._stops.flush()
-        return Piece(self._choice.index, None, text, finish="timeout", thought=parsed.thought, calls=parsed.calls)
+        return Piece(
+            self._choice.index,
+            None,
+            text,
+            finish="timeout",
+            thought=parsed.thought,
+            calls=parsed.calls,
+        )
 
 
 def _error(failed: protocol.Failed) -> RequestError:
@@ -117,15 +159,28 @@ def _error(failed: protocol.Failed) -> RequestError:
         return InvalidRequest(f"the request cannot be satisfied: {failed.reason}")
     if failed.code in ("engine_unavailable", "server_shutting_down"):
         return Unavailable(failed.reason, retry_after=RETRY_SECONDS, code=failed.code)
-    return GenerationFailed(f"Request failed during generation: {failed.reason}", code=failed.code or None)
+    return GenerationFailed(
+        f"Request failed during generation: {failed.reason}", code=failed.code or None
+    )
 
 
 class OpenStreams:
-    """Submitted sequences as an asynchronous iterator over their pieces, in the order of arrival."""
+    """Submitted sequences as an asynchronous iterator over their pieces, in the order of
+    arrival.
+    """
 
-    def __init__(self, client: EngineClient, codec: TextCodec, requests: Sequence[Request], submits: Sequence[protocol.Submit]) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        codec: TextCodec,
+        requests: Sequence[Request],
+        submits: Sequence[protocol.Submit],
+    ) -> None:
         pairs = enumerate(zip(requests, submits, strict=True))
-        self.choices = [Choice(len(submit.prompt), submit.max_new_tokens, index=i, request=request) for i, (request, submit) in pairs]
+        self.choices = [
+            Choice(len(submit.prompt), submit.max_new_tokens, index=i, request=request)
+            for i, (request, submit) in pairs
+        ]
         self.reservation: Reservation
         self._client = client
         self._texts = [ChoiceDetokenizer(codec, choice) for choice in self.choices]
@@ -138,7 +193,8 @@ class OpenStreams:
         self._num_open = len(self.choices)
         self._timeout_pieces: list[Piece] = []
         self._error: Callable[[], RequestError] | None = None
-        """Makes the error that ends the request when it is raised: a raised error refers to its frames, and so to this object."""
+        """Makes the error that ends the request when it is raised: a raised error refers to its
+        frames, and so to this object."""
         self._deadline_passed = False
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -168,7 +224,9 @@ class OpenStreams:
         return self._wake()
 
     def listen(self, wake: Wake) -> None:
-        """From now on `wake` is called, in this task's context, when there may be something to take; iteration must have ended."""
+        """From now on `wake` is called, in this task's context, when there may be something to
+        take; iteration must have ended.
+        """
         self._wake = partial(contextvars.copy_context().run, wake)
 
     def __aiter__(self) -> "OpenStreams":
@@ -189,8 +247,8 @@ class OpenStreams:
         return self._num_open == 0
 
     def take(self) -> Piece | None:
-        """The next piece if one has arrived, else None. Raises QueueTimeout if the time limit passed before the request was started, and
-        the errors of `_error`.
+        """The next piece if one has arrived, else None. Raises QueueTimeout if the time limit
+        passed before the request was started, and the errors of `_error`.
         """
         while self._inbox and self._error is None:
             index, event = self._inbox.popleft()
@@ -213,7 +271,11 @@ class OpenStreams:
         except Exception:
             log.exception("detokenization failed")
             self._end(choice, "failed")
-            self._error = partial(GenerationFailed, "Request failed during generation: an internal error", code="text_error")
+            self._error = partial(
+                GenerationFailed,
+                "Request failed during generation: an internal error",
+                code="text_error",
+            )
             return None
         if piece.finish is not None:
             self._end(choice, piece.finish)
@@ -232,12 +294,18 @@ class OpenStreams:
             text = "the request's time limit passed before its generation started"
             self._error = partial(QueueTimeout, text, RETRY_SECONDS, code="queue_timeout")
         else:
-            self._timeout_pieces = [self._texts[choice.index].timeout_piece() for choice in self.choices if choice.outcome is None]
+            self._timeout_pieces = [
+                self._texts[choice.index].timeout_piece()
+                for choice in self.choices
+                if choice.outcome is None
+            ]
         for choice in self.choices:
             self._end(choice, "timeout")
 
     async def first_piece(self, timeout: float) -> Piece | None:
-        """The first piece, or None after `timeout` seconds. A failure within them can still be answered with an HTTP error status."""
+        """The first piece, or None after `timeout` seconds. A failure within them can still be
+        answered with an HTTP error status.
+        """
         try:
             async with asyncio.timeout(timeout):
                 return await anext(self)

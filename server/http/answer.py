@@ -1,6 +1,8 @@
-"""Answers: sends the reply of a started request as one JSON body, as server-sent events, or as a resumable stream, for every dialect.
+"""Answers: sends the reply of a started request as one JSON body, as server-sent events, or as a
+resumable stream, for every dialect.
 
-Invariant: the sequences of a request are closed when its answer ends, however it ends. It knows no dialect's fields.
+Invariant: the sequences of a request are closed when its answer ends, however it ends. It knows no
+dialect's fields.
 """
 
 import logging
@@ -28,7 +30,9 @@ log = logging.getLogger("onehead.api")
 
 
 class Reply(Protocol):
-    """Base of every dialect's replies: converts the pieces of one request into JSON, whole or chunk by chunk."""
+    """Base of every dialect's replies: converts the pieces of one request into JSON, whole or chunk
+    by chunk.
+    """
 
     streams: OpenStreams
     prefix: bytes = sse.PREFIX
@@ -49,7 +53,9 @@ class Reply(Protocol):
         return []
 
     def full_response(self) -> Any:
-        """The JSON value of a reply that is not streamed, after its last piece; as server.http.pieces takes it."""
+        """The JSON value of a reply that is not streamed, after its last piece; as
+        server.http.pieces takes it.
+        """
 
     def headers(self, streamed: bool) -> dict[str, str]:
         """Headers of the response; called after the last piece unless it is streamed."""
@@ -57,7 +63,9 @@ class Reply(Protocol):
 
 
 class OutputToken(msgspec.Struct, gc=False):
-    """One generated token as replies show it. `top`: (id, log-probability) of the most likely tokens at its position."""
+    """One generated token as replies show it. `top`: (id, log-probability) of the most likely
+    tokens at its position.
+    """
 
     id: int
     logprob: float | None
@@ -68,7 +76,9 @@ class OutputToken(msgspec.Struct, gc=False):
 
 @dataclass(slots=True)
 class Output:
-    """The text and the tokens of one sequence so far; `finish` and `stop` are those of its last piece."""
+    """The text and the tokens of one sequence so far; `finish` and `stop` are those of its last
+    piece.
+    """
 
     choice: Choice
     text: str = ""
@@ -80,7 +90,9 @@ class Output:
         """Adds a piece. Returns its token, or an empty list where it has none."""
         new = []
         if piece.token is not None:
-            new = [OutputToken(piece.token, piece.logprob, piece.top, piece.token_text, piece.special)]
+            new = [
+                OutputToken(piece.token, piece.logprob, piece.top, piece.token_text, piece.special)
+            ]
         self.tokens += new
         self.text += piece.text
         self.finish, self.stop = piece.finish, piece.stop
@@ -88,22 +100,34 @@ class Output:
 
     @property
     def mean_logprob(self) -> float:
-        """The mean log-probability of the tokens, by which the best of several sequences is chosen."""
+        """The mean log-probability of the tokens, by which the best of several sequences is
+        chosen.
+        """
         return sum(token.logprob or 0.0 for token in self.tokens) / max(1, len(self.tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """How a request asks for its answer. `last`: bytes that end a stream, such as `data: [DONE]`."""
+    """How a request asks for its answer. `last`: bytes that end a stream, such as `data:
+    [DONE]`.
+    """
 
     stream: bool
     resumable: bool
     last: bytes = b""
 
     @classmethod
-    def of(cls, http: HttpRequest, stream: bool, resumable: bool | None, last: bytes = b"") -> "Delivery":
-        """`resumable` is taken from the body, else from the header x-stream-resumable. Raises InvalidRequest."""
-        resumable = bool(resumable) if resumable is not None else http.headers.get("x-stream-resumable") == "1"
+    def of(
+        cls, http: HttpRequest, stream: bool, resumable: bool | None, last: bytes = b""
+    ) -> "Delivery":
+        """`resumable` is taken from the body, else from the header x-stream-resumable. Raises
+        InvalidRequest.
+        """
+        resumable = (
+            bool(resumable)
+            if resumable is not None
+            else http.headers.get("x-stream-resumable") == "1"
+        )
         if resumable and not stream:
             raise InvalidRequest('`resumable` needs `"stream": true`', param="resumable")
         return cls(stream, resumable, last)
@@ -117,18 +141,26 @@ class Answers:
     json_answers: JsonAnswers = field(default_factory=JsonAnswers)
 
     async def answer(self, http: HttpRequest, reply: Reply, delivery: Delivery) -> Response:
-        """The response of a started request. Raises RequestError for a failure before the first piece."""
+        """The response of a started request. Raises RequestError for a failure before the first
+        piece.
+        """
         close, error_event = reply.streams.close, partial(_error_event, exchange_of(http).dialect)
         try:
             if delivery.resumable:
                 source = ReplyEvents(reply, None, error_event, delivery.last)
-                return self.publisher.publish(http, source, close, error_event, reply.headers(streamed=True), delivery.last)
+                return self.publisher.publish(
+                    http, source, close, error_event, reply.headers(streamed=True), delivery.last
+                )
             if not delivery.stream:
                 value = await unless_disconnected(http, full_response(reply))
                 return await self.json_answers.response(value, reply.headers(streamed=False))
-            first = await unless_disconnected(http, reply.streams.first_piece(self.publisher.keep_alive))
+            first = await unless_disconnected(
+                http, reply.streams.first_piece(self.publisher.keep_alive)
+            )
             source = ReplyEvents(reply, first, error_event, delivery.last)
-            return sse.EventResponse(source, close, reply.headers(streamed=True), self.publisher.keep_alive)
+            return sse.EventResponse(
+                source, close, reply.headers(streamed=True), self.publisher.keep_alive
+            )
         except BaseException:
             close()
             raise
@@ -146,9 +178,17 @@ def _error_event(dialect: Dialect, error: RequestError) -> bytes:
 
 
 class ReplyEvents:
-    """The events of a reply, one for each chunk; an error becomes an event, and `last` follows them all."""
+    """The events of a reply, one for each chunk; an error becomes an event, and `last` follows them
+    all.
+    """
 
-    def __init__(self, reply: Reply, first: Piece | None, error_event: Callable[[RequestError], bytes], last: bytes) -> None:
+    def __init__(
+        self,
+        reply: Reply,
+        first: Piece | None,
+        error_event: Callable[[RequestError], bytes],
+        last: bytes,
+    ) -> None:
         self._reply, self._first, self._error_event, self._last = reply, first, error_event, last
         self._has_begun = False
         self.ended = False
@@ -167,7 +207,11 @@ class ReplyEvents:
             self.ended = True
         except Exception:
             log.exception("stream failed")
-            events.append(self._error_event(RequestError("internal error; the server's log has it under the request id")))
+            events.append(
+                self._error_event(
+                    RequestError("internal error; the server's log has it under the request id")
+                )
+            )
             self.ended = True
         if self.ended and self._last:
             events.append(self._last)

@@ -1,4 +1,6 @@
-"""The ASGI application: the routes of every dialect, the handlers of their errors, and FrontDoor around them."""
+"""The ASGI application: the routes of every dialect, the handlers of their errors, and FrontDoor
+around them.
+"""
 
 import logging
 from collections.abc import Sequence
@@ -42,9 +44,17 @@ def create_app(
     publisher: StreamPublisher,
     address: str = "",
 ) -> FrontDoor:
-    """The application that `onehead serve` runs. `publisher` writes resumable streams; `address` is the one that is listened on."""
+    """The application that `onehead serve` runs. `publisher` writes resumable streams; `address` is
+    the one that is listened on.
+    """
     about = "Text generation with Multi-Query Attention."
-    app = FastAPI(title="onehead", version=version, description=about, openapi_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="onehead",
+        version=version,
+        description=about,
+        openapi_url=None,
+        redirect_slashes=False,
+    )
     answers = Answers(publisher)
     context = Context(generation, section, names, answers, version)
     table = RouteTable(
@@ -65,13 +75,16 @@ def create_app(
     app.add_exception_handler(ClientDisconnect, _client_disconnected)
     app.add_exception_handler(Exception, _unexpected)
     tracing = Tracing(section.tracing_endpoint, names.shown) if section.tracing_endpoint else None
-    door = FrontDoor(app, table, generation, section, keys, AllowedHosts(section.allowed_hosts, address), tracing)
+    door = FrontDoor(
+        app, table, generation, section, keys, AllowedHosts(section.allowed_hosts, address), tracing
+    )
     return door
 
 
 def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """The application with CORS for these origins, if there are any. CORS wraps FrontDoor, because browsers send preflight requests
-    without an API key. Of a page on the internet they also ask whether it may call a server in their own network.
+    """The application with CORS for these origins, if there are any. CORS wraps FrontDoor, because
+    browsers send preflight requests without an API key. Of a page on the internet they also ask
+    whether it may call a server in their own network.
     """
     if not origins:
         return app
@@ -93,9 +106,10 @@ async def _request_error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    text = {404: "no such route; GET /docs lists those there are", 405: "this route does not take that method"}.get(
-        error.status_code, "the request was refused"
-    )
+    text = {
+        404: "no such route; GET /docs lists those there are",
+        405: "this route does not take that method",
+    }.get(error.status_code, "the request was refused")
     refused = NotFound(text) if error.status_code == 404 else InvalidRequest(text)
     refused.status = refused.openai_status = error.status_code
     refused.tgi_type = None
@@ -103,9 +117,13 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _client_disconnected(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # The client has disconnected: only the access log shows this status.
+    return Response(
+        status_code=499
+    )  # The client has disconnected: only the access log shows this status.
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     log.error("request failed", exc_info=error)
-    return refusal(request, RequestError("internal error; the server's log has it under the request id"))
+    return refusal(
+        request, RequestError("internal error; the server's log has it under the request id")
+    )

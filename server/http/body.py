@@ -1,6 +1,8 @@
-"""Reads the body of a request as a pydantic model: checks size, UTF-8, JSON, nesting, then the schema.
+"""Reads the body of a request as a pydantic model: checks size, UTF-8, JSON, nesting, then the
+schema.
 
-Invariant: every refusal is a RequestError with a message of this server, not of a library. It knows nothing of what the fields mean.
+Invariant: every refusal is a RequestError with a message of this server, not of a library. It knows
+nothing of what the fields mean.
 """
 
 import asyncio
@@ -23,22 +25,32 @@ MAX_CONTAINERS = 16_384
 MAX_KEYS = 2048
 LARGE_BYTES = 2**16
 _turn = asyncio.Lock()
-"""Held while a larger body is parsed, which takes up to tens of milliseconds: one in a turn of the event loop, however many arrive."""
+"""Held while a larger body is parsed, which takes up to tens of milliseconds: one in a turn of the
+event loop, however many arrive."""
 MAX_VALUES = 2**18
-"""Items of arrays and members of objects in all: as many are parsed and checked in less than 50 ms, while nothing else runs."""
+"""Items of arrays and members of objects in all: as many are parsed and checked in less than 50 ms,
+while nothing else runs."""
 _STRING = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
-"""A JSON string, or an unterminated one at the end of the text. Possessive quantifiers: no backtracking."""
+"""A JSON string, or an unterminated one at the end of the text. Possessive quantifiers: no
+backtracking."""
 _NAMED = re.compile("`([^`]+)`")
 _BRACKET = re.compile(r"[\[\]{}]")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _JSON_NAMES = {"None": "null", "False": "false", "True": "true"}
-_JSON_TYPES = {"bool": "boolean", "int": "integer", "float": "number", "list": "array", "dict": "object", "model": "object"}
+_JSON_TYPES = {
+    "bool": "boolean",
+    "int": "integer",
+    "float": "number",
+    "list": "array",
+    "dict": "object",
+    "model": "object",
+}
 Model = TypeVar("Model", bound=BaseModel)
 
 
 async def read_model(request: Request, schema: type[Model], section: ServerSection) -> Model:
-    """The body as a `schema`; the response tells the fields of it that are ignored. Raises MalformedBody, UnsupportedMedia, BodyTooLarge
-    or InvalidRequest.
+    """The body as a `schema`; the response tells the fields of it that are ignored. Raises
+    MalformedBody, UnsupportedMedia, BodyTooLarge or InvalidRequest.
     """
     value = await read_value(request, section.max_body_bytes)
     body, exchange_of(request).ignored = check(value, schema, section.strict_fields)
@@ -52,12 +64,18 @@ async def read_value(request: Request, max_bytes: int) -> dict[str, Any]:
         return parse(body)
     async with _turn:
         value = parse(body)
-        await asyncio.sleep(0)  # Inside, so that the next large body is parsed in the next turn of the event loop.
+        await asyncio.sleep(
+            0
+        )  # Inside, so that the next large body is parsed in the next turn of the event loop.
     return value
 
 
-def check(value: dict[str, Any], schema: type[Model], strict_fields: bool = False) -> tuple[Model, list[str]]:
-    """`value` as a `schema`, and the places of its fields that are ignored. Raises InvalidRequest."""
+def check(
+    value: dict[str, Any], schema: type[Model], strict_fields: bool = False
+) -> tuple[Model, list[str]]:
+    """`value` as a `schema`, and the places of its fields that are ignored. Raises
+    InvalidRequest.
+    """
     known = Known(schema, strict_fields)
     try:
         return schema.model_validate(known.members(value, schema), strict=True), [*known.ignored]
@@ -68,18 +86,28 @@ def check(value: dict[str, Any], schema: type[Model], strict_fields: bool = Fals
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
-    media_type, *parameters = (part.strip().lower() for part in ",".join(request.headers.getlist("content-type")).split(";"))
+    media_type, *parameters = (
+        part.strip().lower()
+        for part in ",".join(request.headers.getlist("content-type")).split(";")
+    )
     if media_type != "application/json":
         raise UnsupportedMedia("the body must be sent with content-type: application/json")
-    if any(p.startswith("charset=") and p.removeprefix("charset=").strip('"') not in ("utf-8", "utf8") for p in parameters):
+    if any(
+        p.startswith("charset=") and p.removeprefix("charset=").strip('"') not in ("utf-8", "utf8")
+        for p in parameters
+    ):
         raise UnsupportedMedia("the body must be UTF-8")
-    if any(encoding.lower() != "identity" for encoding in request.headers.getlist("content-encoding")):
+    if any(
+        encoding.lower() != "identity" for encoding in request.headers.getlist("content-encoding")
+    ):
         raise UnsupportedMedia("content-encoding is not supported; send the body as it is")
     return await read_bytes(request, max_bytes)
 
 
 async def read_bytes(request: Request, max_bytes: int) -> bytes:
-    """The body of a request, whatever it holds. Raises BodyTooLarge as soon as it is known to have more bytes than `max_bytes`."""
+    """The body of a request, whatever it holds. Raises BodyTooLarge as soon as it is known to have
+    more bytes than `max_bytes`.
+    """
     too_large = BodyTooLarge(f"the body is longer than {max_bytes} bytes (server.max_body_bytes)")
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > max_bytes:
@@ -93,8 +121,8 @@ async def read_bytes(request: Request, max_bytes: int) -> bytes:
 
 
 def parse(body: bytes, unique: bool = True) -> dict[str, Any]:
-    """Parses strict JSON: UTF-8, one object, finite numbers, no lone surrogates; with `unique` no key
-    twice in an object, else the last one counts. Raises MalformedBody.
+    """Parses strict JSON: UTF-8, one object, finite numbers, no lone surrogates; with `unique` no
+    key twice in an object, else the last one counts. Raises MalformedBody.
     """
     if not body.strip():
         raise MalformedBody("the body is empty; a JSON object was expected")
@@ -107,7 +135,9 @@ def parse(body: bytes, unique: bool = True) -> dict[str, Any]:
     _check_nesting(text)
     try:
         hook = _unique if unique else dict
-        value = json.loads(text, object_pairs_hook=hook, parse_float=_finite, parse_constant=_no_constant)
+        value = json.loads(
+            text, object_pairs_hook=hook, parse_float=_finite, parse_constant=_no_constant
+        )
     except json.JSONDecodeError as error:
         raise MalformedBody(f"the body is not JSON at character {error.pos}") from None
     except ValueError:  # int() refuses thousands of digits.
@@ -120,12 +150,17 @@ def parse(body: bytes, unique: bool = True) -> dict[str, Any]:
 
 
 def _check_nesting(text: str) -> None:
-    """Raises MalformedBody if brackets outside strings are nested too deeply or too many, before the recursive parser runs."""
+    """Raises MalformedBody if brackets outside strings are nested too deeply or too many, before
+    the recursive parser runs.
+    """
     if text.count("[") + text.count("{") <= MAX_DEPTH and text.count(",") <= MAX_VALUES:
         return
     bare = _STRING.sub("", text)
     if bare.count(",") > MAX_VALUES:
-        raise MalformedBody(f"the body holds more than {MAX_VALUES} values in arrays and objects; send several requests")
+        raise MalformedBody(
+            f"the body holds more than {MAX_VALUES} values in arrays and objects; send several "
+            "requests"
+        )
     depth = opened = 0
     for bracket in _BRACKET.finditer(bare):
         if bracket[0] in "]}":
@@ -161,13 +196,21 @@ def _no_constant(name: str) -> Any:
 
 
 def _lone_surrogate(value: Any) -> str | None:
-    """Path of the first string that holds half of a surrogate pair, which UTF-8 cannot encode; None without one."""
+    """Path of the first string that holds half of a surrogate pair, which UTF-8 cannot encode; None
+    without one.
+    """
     if isinstance(value, str):
         try:
             value.encode("utf-8")
         except UnicodeEncodeError:
             return ""
-    items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items: Iterable[tuple[Any, Any]] = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, item in items:
         found = _lone_surrogate(item)
         if found is None and isinstance(key, str):
@@ -178,29 +221,48 @@ def _lone_surrogate(value: Any) -> str | None:
 
 
 def _describe(detail: Any) -> str:
-    """The message for pydantic's first error: the field, the bound, and the given value if it is a number."""
-    path = [str(part) for part in detail["loc"] if not str(part).startswith("<")]  # Without tags of unions, such as <word>.
-    field, kind, context = ".".join(printable(part) for part in path), detail["type"], detail.get("ctx", {})
+    """The message for pydantic's first error: the field, the bound, and the given value if it is a
+    number.
+    """
+    path = [
+        str(part) for part in detail["loc"] if not str(part).startswith("<")
+    ]  # Without tags of unions, such as <word>.
+    field, kind, context = (
+        ".".join(printable(part) for part in path),
+        detail["type"],
+        detail.get("ctx", {}),
+    )
     value = detail["input"]
-    given = f". Given: {value}" if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e18 else ""
+    given = (
+        f". Given: {value}"
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e18
+        else ""
+    )
     if kind == "missing":
         return f"`{field}` is required"
     if kind == "value_error":
-        return str(context["error"])  # Raised by a validator of the models, whose message names the field.
+        return str(
+            context["error"]
+        )  # Raised by a validator of the models, whose message names the field.
     bounds = {
         "greater_than": ("must be > {gt}"),
         "greater_than_equal": ("must be >= {ge}"),
         "less_than": ("must be < {lt}"),
         "less_than_equal": ("must be <= {le}"),
-        "too_long": "is not supported" if context.get("max_length") == 0 else "supports up to {max_length} items",
+        "too_long": "is not supported"
+        if context.get("max_length") == 0
+        else "supports up to {max_length} items",
         "too_short": "cannot be empty",
         "string_too_short": "cannot be empty",
         "string_pattern_mismatch": "must match {pattern}",
         "string_too_long": "must have at most {max_length} characters",
         "finite_number": "must be a finite number",
-        "literal_error": f"is supported only as {_JSON_NAMES.get(context.get('expected', ''), '{expected}')}",
+        "literal_error": "is supported only as "
+        f"{_JSON_NAMES.get(context.get('expected', ''), '{expected}')}",
     }
     if kind in bounds:
-        return f"`{field}` {bounds[kind].format(**context)}" + (given if kind.startswith(("greater", "less")) else "")
+        return f"`{field}` {bounds[kind].format(**context)}" + (
+            given if kind.startswith(("greater", "less")) else ""
+        )
     wanted = kind.removesuffix("_type").removesuffix("_parsing").replace("_", " ")
     return f"`{field}` must be of type {_JSON_TYPES.get(wanted, wanted)}"

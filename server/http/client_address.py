@@ -1,7 +1,9 @@
-"""The address of a request's client: the peer's, or the one that trusted proxies report in X-Forwarded-For.
+"""The address of a request's client: the peer's, or the one that trusted proxies report in
+X-Forwarded-For.
 
-Invariant: what a client wrote into X-Forwarded-For itself is never believed: each proxy appends the address of its own peer, so the
-entries are read from the right, and only as long as the address so far is that of a trusted proxy. It knows no keys.
+Invariant: what a client wrote into X-Forwarded-For itself is never believed: each proxy appends the
+address of its own peer, so the entries are read from the right, and only as long as the address so
+far is that of a trusted proxy. It knows no keys.
 """
 
 from collections.abc import Sequence
@@ -19,7 +21,11 @@ CLIENT_PREFIX = 64
 def client_address(scope: Scope, trusted: Sequence[Network]) -> str:
     """The address of the client; the rightmost untrusted one where the peer is a trusted proxy."""
     address = scope["client"][0] if scope.get("client") else ""
-    forwarded = [value.decode("latin-1") for name, value in scope["headers"] if name == b"x-forwarded-for"] if trusted else []
+    forwarded = (
+        [value.decode("latin-1") for name, value in scope["headers"] if name == b"x-forwarded-for"]
+        if trusted
+        else []
+    )
     for entry in reversed(",".join(forwarded).rsplit(",", MAX_PROXIES)[-MAX_PROXIES:]):
         known, next_one = parsed_address(address), parsed_address(entry)
         if known is None or next_one is None or not any(known in network for network in trusted):
@@ -31,7 +37,11 @@ def client_address(scope: Scope, trusted: Sequence[Network]) -> str:
 def client_group(address: str) -> str:
     """The client that an address counts as: itself, or its network where it is an IPv6 address."""
     known = parsed_address(address)
-    return str(IPv6Network((known, CLIENT_PREFIX), strict=False)) if isinstance(known, IPv6Address) else str(known or address)
+    return (
+        str(IPv6Network((known, CLIENT_PREFIX), strict=False))
+        if isinstance(known, IPv6Address)
+        else str(known or address)
+    )
 
 
 def parsed_address(text: str) -> IPv4Address | IPv6Address | None:

@@ -1,7 +1,8 @@
-"""Connection: uvicorn's HTTP/1.1 protocol with limits on bytes and seconds, and JSON bodies for malformed requests.
+"""Connection: uvicorn's HTTP/1.1 protocol with limits on bytes and seconds, and JSON bodies for
+malformed requests.
 
-Invariant: a connection that sends a request's head or body too slowly or too large, or does not read its response, is closed in bounded
-time and uses bounded memory. It knows no routes.
+Invariant: a connection that sends a request's head or body too slowly or too large, or does not
+read its response, is closed in bounded time and uses bounded memory. It knows no routes.
 """
 
 import asyncio
@@ -15,7 +16,11 @@ from typing import Any, Protocol
 
 import httptools
 import msgspec
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from server.child_process import allow_files
 from server.errors import ResourceError
@@ -40,7 +45,8 @@ MAX_READ_BYTES = 2**18
 MAX_PIPELINED = 128
 LINGER_SECONDS = 2.0
 PROBE_CONNECTIONS = 8
-"""Connections beyond server.max_connections, for probes alone: a server whose places are all taken is not a dead one."""
+"""Connections beyond server.max_connections, for probes alone: a server whose places are all taken
+is not a dead one."""
 OTHER_FILES, MIN_CONNECTIONS = 64, 8
 """Estimate of the open files of the process besides its connections, and the least connections that
 a server is worth starting for.
@@ -57,13 +63,13 @@ class _Refused(Exception):
 
 
 class Door(Protocol):
-    """What a connection calls of the outermost application layer (front.FrontDoor). `scope` is the ASGI scope of a request. No method
-    blocks.
+    """What a connection calls of the outermost application layer (front.FrontDoor). `scope` is the
+    ASGI scope of a request. No method blocks.
     """
 
     def decide(self, scope: Any, /) -> bool:
-        """Admits or refuses the request before its body is read. Returns whether the application will process it; False if it only
-        sends a refusal.
+        """Admits or refuses the request before its body is read. Returns whether the application
+        will process it; False if it only sends a refusal.
         """
 
     def is_probe(self, path: str, /) -> bool:
@@ -102,7 +108,8 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         if self._running is not None and self._busy:
-            # uvicorn notifies only the request that was read last, which may be queued after this one.
+            # uvicorn notifies only the request that was read last, which may be queued after this
+            # one.
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(exc)
@@ -126,7 +133,11 @@ class Connection(HttpToolsProtocol):
         if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(431, "headers_too_large", self._largest_head())
         elif not self._in_head and self._bytes_without_body > MAX_HEAD_BYTES + MAX_READ_BYTES:
-            self._refuse(400, "invalid_http", "the chunked body has too many bytes of framing; send larger chunks")
+            self._refuse(
+                400,
+                "invalid_http",
+                "the chunked body has too many bytes of framing; send larger chunks",
+            )
         elif self._timer is None and self.timeout_keep_alive_task is None and not self._busy:
             # Empty lines are no request; without a timer they would keep the connection open.
             self._start_timer("head", HEAD_SECONDS)
@@ -137,8 +148,9 @@ class Connection(HttpToolsProtocol):
         return self._running is not None and not self._running.response_complete
 
     def _feed(self, data: memoryview) -> memoryview | None:
-        """Parses received bytes. Returns those after a head with an `Upgrade` header, which some clients always send: the parser would
-        treat them as the other protocol's, so the head is parsed again without that header.
+        """Parses received bytes. Returns those after a head with an `Upgrade` header, which some
+        clients always send: the parser would treat them as the other protocol's, so the head is
+        parsed again without that header.
         """
         try:
             try:
@@ -146,9 +158,15 @@ class Connection(HttpToolsProtocol):
             except httptools.HttpParserUpgrade as upgrade:
                 method, version = self.parser.get_method(), self.parser.get_http_version().encode()
                 head = [b"%s %s HTTP/%s" % (method, self.url, version)]
-                head += [b"%s: %s" % pair for pair in self.headers if pair[0] not in (b"upgrade", b"http2-settings")]
+                head += [
+                    b"%s: %s" % pair
+                    for pair in self.headers
+                    if pair[0] not in (b"upgrade", b"http2-settings")
+                ]
                 self.parser = httptools.HttpRequestParser(self)
-                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # As uvicorn sets it.
+                self.parser.set_dangerous_leniencies(
+                    lenient_data_after_close=True
+                )  # As uvicorn sets it.
                 self._head_bytes = 0
                 self.parser.feed_data(b"\r\n".join([*head, b"", b""]))
                 return data[upgrade.args[0] :]
@@ -159,7 +177,8 @@ class Connection(HttpToolsProtocol):
         return None
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._running = cycle  # `self.cycle` is the request that was read last, which may be queued after this one.
+        # `self.cycle` is the request that was read last, which may be queued after this one.
+        self._running = cycle
         self._unset_keepalive_if_required()
         if cycle.scope["http_version"] == "1.0":
             _delimit_by_close(cycle)
@@ -168,7 +187,8 @@ class Connection(HttpToolsProtocol):
         if admitted or self.pipeline or self.transport.get_write_buffer_size():
             super()._start_asgi_task(cycle, app)
             return
-        # A refusal never awaits, so it is written now: under overload, its task would be queued after thousands of others.
+        # A refusal never awaits, so it is written now: under overload, its task would be queued
+        # after thousands of others.
         try:
             contextvars.copy_context().run(cycle.run_asgi(app).send, None)
         except StopIteration:
@@ -179,7 +199,9 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
         self._in_head = True
         self._ignored_bytes = self._bytes_without_body = 0
-        if self._timer is None:  # Not the connection's first request, whose timer started with the connection.
+        if (
+            self._timer is None
+        ):  # Not the connection's first request, whose timer started with the connection.
             self._head_bytes = 0
             self._start_timer("head", HEAD_SECONDS)
 
@@ -203,7 +225,8 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
         self._bytes_without_body = 0
         if self.cycle.response_complete:
-            # Refused before the body arrived; the rest is read so that closing the socket does not discard the response.
+            # Refused before the body arrived; the rest is read so that closing the socket does not
+            # discard the response.
             self._ignored_bytes += len(body)
             if self._ignored_bytes > MAX_IGNORED_BYTES:
                 self.transport.abort()
@@ -220,25 +243,67 @@ class Connection(HttpToolsProtocol):
         if size > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
             self._reject(431, "headers_too_large", self._largest_head())
         if len(self.pipeline) >= MAX_PIPELINED:
-            self._reject(400, "too_many_requests", f"more than {MAX_PIPELINED} pipelined requests wait on this connection")
+            self._reject(
+                400,
+                "too_many_requests",
+                f"more than {MAX_PIPELINED} pipelined requests wait on this connection",
+            )
         if self.parser.get_method() == b"CONNECT":
-            self._reject(400, "invalid_http", "CONNECT is not supported: this server is not a proxy")
+            self._reject(
+                400, "invalid_http", "CONNECT is not supported: this server is not a proxy"
+            )
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
-            self._reject(505 if version > "1.1" else 400, "http_version", "this server speaks HTTP/1.1 and HTTP/1.0")
-        if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in self.headers):
-            self._reject(501, "transfer_encoding", "the only transfer-encoding supported is chunked")
-        if self._only_probes and not self.door.is_probe(self.url.partition(b"?")[0].decode("latin-1")):
+            self._reject(
+                505 if version > "1.1" else 400,
+                "http_version",
+                "this server speaks HTTP/1.1 and HTTP/1.0",
+            )
+        if any(
+            name == b"transfer-encoding" and value.lower() != b"chunked"
+            for name, value in self.headers
+        ):
+            self._reject(
+                501, "transfer_encoding", "the only transfer-encoding supported is chunked"
+            )
+        if self._only_probes and not self.door.is_probe(
+            self.url.partition(b"?")[0].decode("latin-1")
+        ):
             self._reject(*self._too_many())
+        self._check_host()
+
+    def _check_host(self) -> None:
+        """Raises _Refused for a head whose host is not certain."""
         hosts = [value for name, value in self.headers if name == b"host"]
-        if len(hosts) > 1 or (not hosts and self.parser.get_http_version() == "1.1") or (hosts and _HOST.fullmatch(hosts[0]) is None):
-            self._reject(400, "invalid_host", "a request must have one `Host` header, with a name or an address and perhaps a port")
-        # An absolute target names the host in the header's place (RFC 9112, section 3.2.2), so only the header's own may stand there.
-        if not self.url.startswith((b"/", b"*")) and [self.url.partition(b"://")[2].partition(b"/")[0]] != hosts:
-            self._reject(400, "invalid_host", "the request's target must be a path, or name the same host as its `Host` header")
+        if (
+            len(hosts) > 1
+            or (not hosts and self.parser.get_http_version() == "1.1")
+            or (hosts and _HOST.fullmatch(hosts[0]) is None)
+        ):
+            self._reject(
+                400,
+                "invalid_host",
+                "a request must have one `Host` header, with a name or an address and perhaps a "
+                "port",
+            )
+        # An absolute target names the host in the header's place (RFC 9112, section 3.2.2), so only
+        # the header's own may stand there.
+        if (
+            not self.url.startswith((b"/", b"*"))
+            and [self.url.partition(b"://")[2].partition(b"/")[0]] != hosts
+        ):
+            self._reject(
+                400,
+                "invalid_host",
+                "the request's target must be a path, or name the same host as its `Host` header",
+            )
 
     def _too_many(self) -> tuple[int, str, str]:
-        return 503, "too_many_connections", f"{self.max_connections} connections are open, which is the limit; try again later"
+        return (
+            503,
+            "too_many_connections",
+            f"{self.max_connections} connections are open, which is the limit; try again later",
+        )
 
     def _largest_head(self) -> str:
         return f"the head of a request may have {MAX_HEADERS} headers and {MAX_HEAD_BYTES} bytes"
@@ -248,7 +313,9 @@ class Connection(HttpToolsProtocol):
         raise _Refused
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(*(self._refusal or (400, "invalid_http", "this is not a valid HTTP/1.1 request")))
+        self._refuse(
+            *(self._refusal or (400, "invalid_http", "this is not a valid HTTP/1.1 request"))
+        )
 
     def _start_timer(self, part: str, seconds: float) -> None:
         self._stop_timer()
@@ -261,17 +328,25 @@ class Connection(HttpToolsProtocol):
 
     def _on_timeout(self, part: str, seconds: float) -> None:
         self._timer = None
-        if self.flow.read_paused:  # The server has paused reading while it answers an earlier request.
+        if (
+            self.flow.read_paused
+        ):  # The server has paused reading while it answers an earlier request.
             self._start_timer(part, seconds)
             return
         answered = self.cycle is not None and self.cycle.response_complete
         if (self._head_bytes == 0 and self.cycle is None) or (part == "body" and answered):
             self.transport.close()  # No request was begun, or the response is complete.
         else:
-            self._refuse(408, "request_timeout", f"the {part} of the request did not arrive within {seconds:g} s")
+            self._refuse(
+                408,
+                "request_timeout",
+                f"the {part} of the request did not arrive within {seconds:g} s",
+            )
 
     def _refuse(self, status: int, code: str, message: str) -> None:
-        """Writes an error response and closes the connection. Aborts it if a response has been started."""
+        """Writes an error response and closes the connection. Aborts it if a response has been
+        started.
+        """
         self._stop_timer()
         if self._refused or self.transport.is_closing():
             return
@@ -293,7 +368,14 @@ class Connection(HttpToolsProtocol):
         else:
             client = self.client[0] if self.client else ""
             fields = {"request_id": request_id, "status": status, "code": code, "client": client}
-            access.info("refused a connection: %d %s client=%s request=%s", status, code, client, request_id, extra={"fields": fields})
+            access.info(
+                "refused a connection: %d %s client=%s request=%s",
+                status,
+                code,
+                client,
+                request_id,
+                extra={"fields": fields},
+            )
         self._write_refusal(status, code, message, request_id)
         if status == 503:  # There are too many connections: close without lingering.
             self.transport.close()
@@ -304,7 +386,12 @@ class Connection(HttpToolsProtocol):
         self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
     def _write_refusal(self, status: int, code: str, message: str, request_id: str) -> None:
-        error = {"message": message, "type": "Service Unavailable" if status == 503 else "BadRequestError", "param": None, "code": code}
+        error = {
+            "message": message,
+            "type": "Service Unavailable" if status == 503 else "BadRequestError",
+            "param": None,
+            "code": code,
+        }
         body = msgspec.json.encode({"error": error})
         headers = {
             "content-type": "application/json",
@@ -326,19 +413,27 @@ class CycleChunks:
 
     @property
     def may_write(self) -> bool:
-        return bool(self._cycle.chunked_encoding) and not self._cycle.flow.write_paused and not self._cycle.disconnected
+        return (
+            bool(self._cycle.chunked_encoding)
+            and not self._cycle.flow.write_paused
+            and not self._cycle.disconnected
+        )
 
     def write(self, data: bytes) -> None:
         self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 def _delimit_by_close(cycle: RequestResponseCycle) -> None:
-    """Has a response without content-length end with its connection, as HTTP/1.0 knows no chunks, where uvicorn would send chunks."""
+    """Has a response without content-length end with its connection, as HTTP/1.0 knows no chunks,
+    where uvicorn would send chunks.
+    """
     send, has_length = cycle.send, False
 
     async def send_unframed(message: Any) -> None:
         nonlocal has_length
-        has_length = has_length or any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+        has_length = has_length or any(
+            name.lower() == b"content-length" for name, _ in message.get("headers", ())
+        )
         if not has_length:
             cycle.chunked_encoding = False
             cycle.expected_content_length = len(message.get("body", b""))

@@ -1,4 +1,6 @@
-"""Cancels work whose client disconnects, for responses that are not streamed; Starlette does the same for streamed ones."""
+"""Cancels work whose client disconnects, for responses that are not streamed; Starlette does the
+same for streamed ones.
+"""
 
 import asyncio
 from collections.abc import Coroutine
@@ -10,7 +12,9 @@ Answer = TypeVar("Answer")
 
 
 async def unless_disconnected(http: Request, work: Coroutine[Any, Any, Answer]) -> Answer:
-    """The result of `work`. Cancels it and raises ClientDisconnect if the client disconnects first."""
+    """The result of `work`. Cancels it and raises ClientDisconnect if the client disconnects
+    first.
+    """
     answer = asyncio.create_task(work)
     disconnected = asyncio.ensure_future(_disconnected(http))
     try:

@@ -1,8 +1,9 @@
 """GET /openapi.json and the page that shows it, GET /docs.
 
-The document has three sources: FastAPI gives the routes and their docstrings; pydantic gives the schemas of request bodies and the
-docstrings of their fields; documentation.json gives examples, responses and errors of each route. It is built on first use. Every URL in
-both is relative, so that a reverse proxy may serve them under any prefix.
+The document has three sources: FastAPI gives the routes and their docstrings; pydantic gives the
+schemas of request bodies and the docstrings of their fields; documentation.json gives examples,
+responses and errors of each route. It is built on first use. Every URL in both is relative, so that
+a reverse proxy may serve them under any prefix.
 """
 
 import json
@@ -28,13 +29,25 @@ from server.http.routes import Route
 from server.http.tgi.fields import GenerateBody
 from server.http.token_fields import DetokenizeBody, TokenizeBody
 
-BODIES: tuple[type[BaseModel], ...] = GenerateBody, CompletionBody, ChatBody, TokenizeBody, DetokenizeBody
+BODIES: tuple[type[BaseModel], ...] = (
+    GenerateBody,
+    CompletionBody,
+    ChatBody,
+    TokenizeBody,
+    DetokenizeBody,
+)
 SCRIPTS = "static-offline-docs"
-BEARER = {"type": "http", "scheme": "bearer", "description": "One of the keys of server.api_keys (for /metrics: of server.metrics_key)."}
+BEARER = {
+    "type": "http",
+    "scheme": "bearer",
+    "description": "One of the keys of server.api_keys (for /metrics: of server.metrics_key).",
+}
 
 
 def documentation_routes(app: FastAPI, needs_key: Callable[[str], bool]) -> list[Route]:
-    """Routes of the page and the document of `app`. The page's scripts are served by this server, so that it needs no internet."""
+    """Routes of the page and the document of `app`. The page's scripts are served by this server,
+    so that it needs no internet.
+    """
 
     @cache
     def document() -> PackedBody:
@@ -54,7 +67,12 @@ def documentation_routes(app: FastAPI, needs_key: Callable[[str], bool]) -> list
         )
 
     return [
-        Route(f"/{SCRIPTS}/{{path:path}}", (), StaticFiles(packages=[("fastapi_offline", "static")]), Dialect.TGI),
+        Route(
+            f"/{SCRIPTS}/{{path:path}}",
+            (),
+            StaticFiles(packages=[("fastapi_offline", "static")]),
+            Dialect.TGI,
+        ),
         Route("/openapi.json", ("GET",), openapi, Dialect.TGI, documented=False),
         Route("/docs", ("GET",), docs, Dialect.TGI, documented=False),
     ]
@@ -62,17 +80,25 @@ def documentation_routes(app: FastAPI, needs_key: Callable[[str], bool]) -> list
 
 def describe(app: FastAPI, needs_key: Callable[[str], bool]) -> dict[str, Any]:
     """Builds the OpenAPI document. `needs_key`: whether a path needs an API key."""
-    stated: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    stated: dict[str, Any] = json.loads(
+        Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
+    )
     described, paths, components = app.openapi(), stated.pop("paths"), stated["components"]
     known = dict.fromkeys([*BODIES, *extension_bodies()])
-    _, bodies = models_json_schema([(body, "validation") for body in known], ref_template="#/components/schemas/{model}")
+    _, bodies = models_json_schema(
+        [(body, "validation") for body in known], ref_template="#/components/schemas/{model}"
+    )
     components["schemas"] |= bodies["$defs"]
     for schema in bodies["$defs"].values():  # Required fields first.
-        schema["properties"] = {name: None for name in schema.get("required", ())} | schema["properties"]
+        schema["properties"] = {name: None for name in schema.get("required", ())} | schema[
+            "properties"
+        ]
     for path, operations in described["paths"].items():
         for method, operation in operations.items():
             operation |= (paths.get(path) or paths[f"/v1{path}"])[method]
-            operation["summary"], _, operation["description"] = operation["description"].partition("\n\n")
+            operation["summary"], _, operation["description"] = operation["description"].partition(
+                "\n\n"
+            )
             if needs_key(path):
                 operation["security"] = [{"bearer": []}]
                 components["securitySchemes"] = {"bearer": BEARER}

@@ -18,23 +18,37 @@ def error_status(error: RequestError, dialect: Dialect) -> int:
 
 
 def error_body(error: RequestError, dialect: Dialect) -> dict[str, Any]:
-    """OpenAI's `{"error": {"message", "type", "param", "code"}}`, or TGI's `{"error", "error_type"}`: TGI's clients choose their
-    exception by `error_type`, and by the status only where it is absent.
+    """OpenAI's `{"error": {"message", "type", "param", "code"}}`, or TGI's `{"error",
+    "error_type"}`: TGI's clients choose their exception by `error_type`, and by the status only
+    where it is absent.
     """
     if dialect is Dialect.TGI:
-        return {"error": error.message} | ({} if error.tgi_type is None else {"error_type": error.tgi_type})
+        return {"error": error.message} | (
+            {} if error.tgi_type is None else {"error_type": error.tgi_type}
+        )
     message, param = error.message, error.param
     if isinstance(error, BadSize):
         for ours, theirs in _OPENAI_NAMES.items():
             message = message.replace(f"`{ours}`", f"`{theirs}`")
         param = _OPENAI_NAMES.get(param or "", param)
-    return {"error": {"message": message, "type": error.openai_type, "param": param, "code": error.code or error_status(error, dialect)}}
+    return {
+        "error": {
+            "message": message,
+            "type": error.openai_type,
+            "param": param,
+            "code": error.code or error_status(error, dialect),
+        }
+    }
 
 
-def refusal(request: Request, error: RequestError, headers: dict[str, str] | None = None) -> Response:
+def refusal(
+    request: Request, error: RequestError, headers: dict[str, str] | None = None
+) -> Response:
     """The response to a refused request."""
     headers = dict(headers or {})
     if error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)
     dialect = exchange_of(request).dialect
-    return JSONResponse(error_body(error, dialect), status_code=error_status(error, dialect), headers=headers)
+    return JSONResponse(
+        error_body(error, dialect), status_code=error_status(error, dialect), headers=headers
+    )

@@ -1,7 +1,8 @@
 """Exchange: the state of one HTTP request and its response that the HTTP layers share.
 
-Invariant: it is the only entry that this server adds to an ASGI scope; layers pass each other nothing else about a request, but for the
-path, from which FrontDoor removes server.root_path, and the log's request id.
+Invariant: it is the only entry that this server adds to an ASGI scope; layers pass each other
+nothing else about a request, but for the path, from which FrontDoor removes server.root_path, and
+the log's request id.
 """
 
 import time
@@ -36,7 +37,9 @@ class Dialect(Enum):
 
 
 class Chunks(Protocol):
-    """Writes parts of a response's body past the middlewares and uvicorn, whose checks take time for each token."""
+    """Writes parts of a response's body past the middlewares and uvicorn, whose checks take time
+    for each token.
+    """
 
     @property
     def may_write(self) -> bool:
@@ -55,19 +58,22 @@ class Exchange:
     request_id: str = ""
     dialect: Dialect = Dialect.TGI
     caller: str = NO_CALLER
-    """SHA-256 digest of the request's API key: requests of one caller share cached prefixes and can read each other's streams."""
+    """SHA-256 digest of the request's API key: requests of one caller share cached prefixes and can
+    read each other's streams."""
     terms: Terms = EVERYBODY
     """What the client may do."""
     address: str = ""
     """The client's address, behind trusted proxies too (server/http/client_address.py)."""
     client: str = ""
-    """Who shares the server with others: the key's name, else its digest; the group of the address where no key is needed."""
+    """Who shares the server with others: the key's name, else its digest; the group of the address
+    where no key is needed."""
     error: RequestError | None = None
     """Why the request is refused before its body is read; None if it is not."""
     reservation: Reservation | None = None
     """The admission of a request to a route that generates."""
     outlives_response: bool = False
-    """Whether a task of a resumable stream continues after the response, and calls `release` itself."""
+    """Whether a task of a resumable stream continues after the response, and calls `release`
+    itself."""
     ignored: Sequence[str] = ()
     """Places of the fields of the body that are unknown and ignored, which the response tells."""
     status: int = CLIENT_GONE
@@ -91,8 +97,12 @@ class Exchange:
 
     @property
     def reserved(self) -> Reservation:
-        """The reservation. Raises AssertionError on a route without `generates` (server/http/routes.py)."""
-        assert self.reservation is not None, "this route starts generation, but is not declared as `generates` in its Route"
+        """The reservation. Raises AssertionError on a route without `generates`
+        (server/http/routes.py).
+        """
+        assert self.reservation is not None, (
+            "this route starts generation, but is not declared as `generates` in its Route"
+        )
         return self.reservation
 
 

@@ -1,7 +1,7 @@
 """The table of extensions: packages that add routes, and that the rest of the server does not know.
 
-Each has `routes`, which makes its routes, and `BODIES`, the bodies that they take. One is removed by deleting its
-folder and its line here.
+Each has `routes`, which makes its routes, and `BODIES`, the bodies that they take. One is removed
+by deleting its folder and its line here.
 """
 
 from importlib import import_module

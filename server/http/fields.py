@@ -22,18 +22,22 @@ MAX_STOP_STRINGS = 16
 Value = TypeVar("Value")
 Empty = Field(default=None, max_length=0)
 ANY_JSON = object()
-"""Marks fields that take any JSON value. server.http.body bounds them with the whole body: its bytes, depth, values and containers."""
+"""Marks fields that take any JSON value. server.http.body bounds them with the whole body: its
+bytes, depth, values and containers."""
 Json = Annotated[Any, ANY_JSON]
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
 def _integral(value: Any) -> Any:
-    """Converts 3.0 to 3, as JSON Schema defines integers: some languages write every number as a float."""
+    """Converts 3.0 to 3, as JSON Schema defines integers: some languages write every number as a
+    float.
+    """
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 INTEGRAL = BeforeValidator(_integral)
-"""Accepts floats with integral values. It must follow the bounds: pydantic leaves bounds after a validator out of the JSON Schema."""
+"""Accepts floats with integral values. It must follow the bounds: pydantic leaves bounds after a
+validator out of the JSON Schema."""
 Integer = Annotated[int, INTEGRAL]
 Count = Annotated[int, Field(ge=0, lt=2**31), INTEGRAL]
 Positive = Annotated[int, Field(ge=1, lt=2**31), INTEGRAL]
@@ -46,7 +50,8 @@ Share = Annotated[float, Field(ge=0, le=1)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=10)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Seed = Annotated[
-    Annotated[int, Field(ge=-1, lt=2**63, examples=[42]), INTEGRAL] | None, AfterValidator(lambda seed: None if seed == -1 else seed)
+    Annotated[int, Field(ge=-1, lt=2**63, examples=[42]), INTEGRAL] | None,
+    AfterValidator(lambda seed: None if seed == -1 else seed),
 ]
 """-1 means a random seed, as in vLLM and llama.cpp."""
 Seconds = Annotated[float, Field(ge=0.001, le=86_400)]
@@ -65,19 +70,25 @@ LogitBias = Annotated[dict[Name, Annotated[float, Field(ge=-100, le=100)]], Fiel
 StopTokenIds = Annotated[list[TokenId], Field(max_length=128, fail_fast=True)]
 TruncatePromptTokens = Annotated[int, Field(ge=-1, lt=2**31), INTEGRAL]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=2**20, fail_fast=True)]
-AllowedTokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**24)]], Field(min_length=1, max_length=2**20, fail_fast=True)]
+AllowedTokenIds = Annotated[
+    list[Annotated[int, Field(ge=0, lt=2**24)]],
+    Field(min_length=1, max_length=2**20, fail_fast=True),
+]
 """Ids below 2**24, larger than any vocabulary: they become a bitmap."""
 
 
 class Body(BaseModel):
-    """Base of every body. server.http.unknown_fields has removed unknown fields, and nulls, which stand for the default of a field. The
-    docstring of a field is its description in the OpenAPI document.
+    """Base of every body. server.http.unknown_fields has removed unknown fields, and nulls, which
+    stand for the default of a field. The docstring of a field is its description in the OpenAPI
+    document.
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     def fit(self, variables: Container[str]) -> list[str]:
-        """Leaves out what sets none of the `variables` that the chat template reads. Returns its places."""
+        """Leaves out what sets none of the `variables` that the chat template reads. Returns its
+        places.
+        """
         return []
 
 
@@ -92,7 +103,9 @@ def drawn(seed: int | None) -> int:
 
 
 def text_or_list(value: Any) -> Any:
-    """Checks a field that takes a string or an array. Its error names both, where pydantic's would name the array alone."""
+    """Checks a field that takes a string or an array. Its error names both, where pydantic's would
+    name the array alone.
+    """
     if value is None or isinstance(value, str | list):
         return value
     raise PydanticCustomError("string_or_array_type", "must be a string or an array")
@@ -102,7 +115,10 @@ def check_logit_bias(bias: dict[str, float] | None, name: str) -> None:
     """Raises ValueError if a key is not a token id."""
     for key in bias or {}:
         if not _TOKEN_ID.fullmatch(key):
-            raise ValueError(f"`{name}` has the key {key[:16]!a}, which is no token id: up to 9 decimal digits, no leading zero")
+            raise ValueError(
+                f"`{name}` has the key {key[:16]!a}, which is no token id: up to 9 decimal "
+                "digits, no leading zero"
+            )
 
 
 def check_minimum(minimum: int | None, maximum: int | None, names: tuple[str, str]) -> None:
@@ -112,70 +128,85 @@ def check_minimum(minimum: int | None, maximum: int | None, names: tuple[str, st
 
 
 class DeliveryBody(Body):
-    """Fields of every route that generates text: how the answer is delivered, and when the request is served."""
+    """Fields of every route that generates text: how the answer is delivered, and when the request
+    is served.
+    """
 
     stream: bool | None = None
     """Whether the answer comes as server-sent events, as the text is generated. Default: false."""
     resumable: bool | None = None
-    """Whether the stream can be read again, and goes on, after its connection was lost: GET /v1/streams/{stream_id}. Only with `stream`.
-    Default: false.
+    """Whether the stream can be read again, and goes on, after its connection was lost: GET
+    /v1/streams/{stream_id}. Only with `stream`. Default: false.
     """
     priority: Priority | None = None
-    """Waiting requests with a lower number are served first: the client's own, or everybody's where its key may. Default: 0."""
+    """Waiting requests with a lower number are served first: the client's own, or everybody's where
+    its key may. Default: 0."""
 
 
 class LimitedBody(DeliveryBody):
     """Fields of most generating routes: a time limit, and a salt of the prefix cache."""
 
     timeout_s: Seconds | None = None
-    """Time limit in seconds, from 0.001 on, waiting included. A request that has begun by then ends with what it has and the finish reason
-    `timeout`; one that still waits is answered 504. Default: none.
+    """Time limit in seconds, from 0.001 on, waiting included. A request that has begun by then ends
+    with what it has and the finish reason `timeout`; one that still waits is answered 504. Default:
+    none.
     """
     cache_salt: Salt | None = None
-    """Requests share the KV cache of common prefixes only with requests of the same API key and the same salt. Default: no salt."""
+    """Requests share the KV cache of common prefixes only with requests of the same API key and the
+    same salt. Default: no salt."""
 
 
 class SamplingBody(Body):
     """Sampling parameters of both dialects, but `temperature`, whose bounds and defaults differ."""
 
     top_k: TopK | None = None
-    """Sample from this many most likely tokens only; at most the size of the vocabulary. 0 and -1: from all. Default: all."""
+    """Sample from this many most likely tokens only; at most the size of the vocabulary. 0 and -1:
+    from all. Default: all."""
     top_p: TopP | None = None
-    """Sample from the most likely tokens whose probabilities add up to this share. Default: 1.0, all tokens."""
+    """Sample from the most likely tokens whose probabilities add up to this share. Default: 1.0,
+    all tokens."""
     min_p: Share | None = None
-    """Sample only tokens at least this share as likely as the most likely token. Default: 0, all tokens."""
+    """Sample only tokens at least this share as likely as the most likely token. Default: 0, all
+    tokens."""
     typical_p: TopP | None = None
-    """Locally typical sampling: sample from the tokens whose information is nearest to the distribution's entropy, as many as hold this
-    share of the probability. Default: 1.0, all tokens.
+    """Locally typical sampling: sample from the tokens whose information is nearest to the
+    distribution's entropy, as many as hold this share of the probability. Default: 1.0, all tokens.
     """
     repetition_penalty: RepetitionPenalty | None = None
-    """Positive logits of tokens that occur in the prompt or in the output are divided by this, negative ones multiplied. Default: 1.0, no
-    penalty.
+    """Positive logits of tokens that occur in the prompt or in the output are divided by this,
+    negative ones multiplied. Default: 1.0, no penalty.
     """
     frequency_penalty: Penalty | None = None
-    """Subtracted from a token's logit once for each time the token occurs in the output. Default: 0."""
+    """Subtracted from a token's logit once for each time the token occurs in the output. Default:
+    0."""
     presence_penalty: Penalty | None = None
     """Subtracted once from the logit of each token that occurs in the output. Default: 0."""
     logit_bias: LogitBias | None = None
-    """Added to the logits of these tokens: token ids, as strings of decimal digits, to biases from -100 to 100. Up to 1024 tokens. Default:
-    none.
+    """Added to the logits of these tokens: token ids, as strings of decimal digits, to biases from
+    -100 to 100. Up to 1024 tokens. Default: none.
     """
     allowed_token_ids: AllowedTokenIds | None = None
     """Only these token ids may be generated. Default: all of the vocabulary."""
     seed: Seed = None
-    """Seed of the random draws: the same request with the same seed gets the same tokens where GET /info has `deterministic: true`, and
-    nearly always elsewhere. 0 to 2**63 - 1. -1, the default: drawn at random for each request.
+    """Seed of the random draws: the same request with the same seed gets the same tokens where GET
+    /info has `deterministic: true`, and nearly always elsewhere. 0 to 2**63 - 1. -1, the default:
+    drawn at random for each request.
     """
     min_tokens: Count | None = None
-    """Tokens to generate before a stop token, a stop string or the end of sequence may end the output. Default: 0."""
+    """Tokens to generate before a stop token, a stop string or the end of sequence may end the
+    output. Default: 0."""
     stop_token_ids: StopTokenIds | None = None
     """Token ids that end the output, as the end of sequence does. Up to 128. Default: none."""
     ignore_eos: bool | None = None
-    """Whether generation goes on after the end-of-sequence token, up to the limit of tokens. Default: false."""
+    """Whether generation goes on after the end-of-sequence token, up to the limit of tokens.
+    Default: false."""
 
-    def sampling(self, temperature: float, defaults: Mapping[str, float] = MappingProxyType({})) -> protocol.Sampling:
-        """The engine's sampling parameters. `defaults`: the checkpoint's defaults. Without a seed one is drawn here, so that it can be
-        reported, and used again when the request is replayed after a crash of the engine.
+    def sampling(
+        self, temperature: float, defaults: Mapping[str, float] = MappingProxyType({})
+    ) -> protocol.Sampling:
+        """The engine's sampling parameters. `defaults`: the checkpoint's defaults. Without a seed
+        one is drawn here, so that it can be reported, and used again when the request is replayed
+        after a crash of the engine.
         """
         return protocol.Sampling(
             temperature=temperature,
@@ -183,7 +214,9 @@ class SamplingBody(Body):
             top_p=default(self.top_p, defaults.get("top_p", 1.0)),
             min_p=default(self.min_p, defaults.get("min_p", 0.0)),
             typical_p=default(self.typical_p, defaults.get("typical_p", 1.0)),
-            repetition_penalty=default(self.repetition_penalty, defaults.get("repetition_penalty", 1.0)),
+            repetition_penalty=default(
+                self.repetition_penalty, defaults.get("repetition_penalty", 1.0)
+            ),
             frequency_penalty=default(self.frequency_penalty, 0.0),
             presence_penalty=default(self.presence_penalty, 0.0),
             logit_bias={int(key): value for key, value in (self.logit_bias or {}).items()},
@@ -210,24 +243,30 @@ class JsonSchema(Body):
 
 
 class Format(Body):
-    """A constraint on the output: OpenAI's `response_format` (`type` and `json_schema`) and TGI's `grammar` (`type` and `value`). Both
-    forms are accepted in both places.
+    """A constraint on the output: OpenAI's `response_format` (`type` and `json_schema`) and TGI's
+    `grammar` (`type` and `value`). Both forms are accepted in both places.
     """
 
     type: str = Field(max_length=32)
-    """`text` (no constraint), `json` or `json_object` (a JSON object, or what the schema in `value` says), `json_schema`, or `regex`."""
+    """`text` (no constraint), `json` or `json_object` (a JSON object, or what the schema in `value`
+    says), `json_schema`, or `regex`."""
     value: Json = None
-    """For `json` and `json_object` a JSON Schema; for `regex` a regular expression that the whole output matches; for `json_schema` what
-    `json_schema` holds.
+    """For `json` and `json_object` a JSON Schema; for `regex` a regular expression that the whole
+    output matches; for `json_schema` what `json_schema` holds.
     """
     json_schema: JsonSchema | None = None
     """The schema of the type `json_schema`."""
     schema_: JsonObject | None = Field(default=None, alias="schema")
-    """For `json_object` and `json` the JSON Schema that the object follows, as llama.cpp takes it."""
+    """For `json_object` and `json` the JSON Schema that the object follows, as llama.cpp takes
+    it."""
 
     def source(self, field: str) -> Source | None:
-        """The constraint, None for plain text. Raises ValueError for an unknown type or a missing value."""
-        given = [value for value in (self.value, self.json_schema, self.schema_) if value is not None]
+        """The constraint, None for plain text. Raises ValueError for an unknown type or a missing
+        value.
+        """
+        given = [
+            value for value in (self.value, self.json_schema, self.schema_) if value is not None
+        ]
         if self.json_schema is not None and self.type != "json_schema":
             raise ValueError(f"`{field}.json_schema` goes with the type json_schema")
         if self.schema_ is not None and self.type not in ("json", "json_object"):
@@ -239,7 +278,9 @@ class Format(Body):
         if self.type in ("json", "json_object"):
             return Source("json", given[0] if given else {"type": "object"}, field)
         if self.type == "json_schema":
-            wrapped = self.json_schema or JsonSchema.model_validate(self.value if isinstance(self.value, dict) else {}, strict=True)
+            wrapped = self.json_schema or JsonSchema.model_validate(
+                self.value if isinstance(self.value, dict) else {}, strict=True
+            )
             if wrapped.schema_ is None:
                 raise ValueError(f"`{field}.json_schema.schema` is required")
             return Source("json", wrapped.schema_, field)

@@ -1,8 +1,9 @@
-"""FrontDoor: the outermost ASGI layer (inside CORS), which decides on a request before its body is read.
+"""FrontDoor: the outermost ASGI layer (inside CORS), which decides on a request before its body is
+read.
 
-It sets the request id and common headers, checks hosts and API keys, applies admission control and writes the access log. Invariant:
-every path needs an API key, if there are any, unless its Route says otherwise; the path that is checked is the path that is routed. It
-knows no bodies.
+It sets the request id and common headers, checks hosts and API keys, applies admission control and
+writes the access log. Invariant: every path needs an API key, if there are any, unless its Route
+says otherwise; the path that is checked is the path that is routed. It knows no bodies.
 """
 
 import hashlib
@@ -33,7 +34,9 @@ from server.logs import request_id as current_request_id
 
 access = logging.getLogger("onehead.access")
 
-RAW_SAFETY_HEADERS = tuple((name.encode(), value.encode()) for name, value in SAFETY_HEADERS.items())
+RAW_SAFETY_HEADERS = tuple(
+    (name.encode(), value.encode()) for name, value in SAFETY_HEADERS.items()
+)
 STREAMS = "/v1/streams/"
 MAX_PATH_CHARS = 200
 """Characters of a path that the access log shows."""
@@ -73,8 +76,14 @@ class FrontDoor:
         response = LoggedResponse(scope, exchange, send, self.client)
         try:
             if exchange.error is not None:
-                headers = {"www-authenticate": "Bearer"} if isinstance(exchange.error, Unauthorized) else {}
-                await refusal(Request(scope), exchange.error, headers)(scope, receive, response.send)
+                headers = (
+                    {"www-authenticate": "Bearer"}
+                    if isinstance(exchange.error, Unauthorized)
+                    else {}
+                )
+                await refusal(Request(scope), exchange.error, headers)(
+                    scope, receive, response.send
+                )
             else:
                 await self.app(scope, receive, response.send)
         finally:
@@ -84,9 +93,11 @@ class FrontDoor:
             response.log(self.table.find(scope["path"], scope["method"]))
 
     def decide(self, scope: Scope) -> bool:
-        """Decides, once for each request, whether the application processes it; if not, sets `Exchange.error`. Does not block.
+        """Decides, once for each request, whether the application processes it; if not, sets
+        `Exchange.error`. Does not block.
 
-        It removes server.root_path from the scope's path, sets the caller and reserves the admission, with the request's Idempotency-Key.
+        It removes server.root_path from the scope's path, sets the caller and reserves the
+        admission, with the request's Idempotency-Key.
         """
         exchange = exchange_of(scope)
         exchange.decided = True
@@ -103,14 +114,18 @@ class FrontDoor:
             if generates and self.tracing is not None:
                 exchange.trace = self.tracing.of(scope)
             if not path.isprintable():
-                # A router's pattern ignores a final line end, so that it would route another path than the one checked here.
+                # A router's pattern ignores a final line end, so that it would route another path
+                # than the one checked here.
                 raise NotFound("no such route; GET /docs lists those there are")
             if generates:
                 keys = [value for name, value in scope["headers"] if name == b"idempotency-key"]
                 key = b",".join(keys) if keys else None
-                exchange.reservation = self.client.reserve(exchange.caller, exchange.client, exchange.terms, key)
+                exchange.reservation = self.client.reserve(
+                    exchange.caller, exchange.client, exchange.terms, key
+                )
         except RequestError as error:
-            # Without its traceback, whose frames refer to this exchange: only the garbage collector would free that cycle.
+            # Without its traceback, whose frames refer to this exchange: only the garbage collector
+            # would free that cycle.
             exchange.error = error.with_traceback(None)
         return exchange.error is None
 
@@ -120,12 +135,16 @@ class FrontDoor:
         return route is not None and route.probe
 
     def on_incomplete_body(self, scope: Scope) -> None:
-        """Stops counting an admitted request as open: a client that sends its body slowly must not take others' capacity."""
+        """Stops counting an admitted request as open: a client that sends its body slowly must not
+        take others' capacity.
+        """
         if (reservation := exchange_of(scope).reservation) is not None:
             reservation.release()
 
     def keys(self, route: Route | None) -> Mapping[str, Terms] | None:
-        """The keys that are valid for a route, with what each may do, by digest; None if it needs none."""
+        """The keys that are valid for a route, with what each may do, by digest; None if it needs
+        none.
+        """
         match Access.API_KEY if route is None else route.access:
             case Access.PUBLIC:
                 return None
@@ -135,7 +154,9 @@ class FrontDoor:
                 return self.api_keys.terms
 
     def _identify(self, scope: Scope, exchange: Exchange, route: Route | None) -> None:
-        """Sets the caller to the digest of the request's key, if the route needs one, and who the client is. Raises Unauthorized."""
+        """Sets the caller to the digest of the request's key, if the route needs one, and who the
+        client is. Raises Unauthorized.
+        """
         exchange.caller = NO_CALLER
         exchange.address = client_address(scope, self._trusted_proxies)
         exchange.client = client_group(exchange.address)
@@ -145,9 +166,13 @@ class FrontDoor:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
         digest = hashlib.sha256(key.strip()).hexdigest()
-        # Not a constant-time comparison: timing could leak parts of a digest, from which the key cannot be found.
+        # Not a constant-time comparison: timing could leak parts of a digest, from which the key
+        # cannot be found.
         if digest not in keys or scheme.lower() != b"bearer":
-            raise Unauthorized("a valid key is needed: send the header `Authorization: Bearer KEY`", code="invalid_api_key")
+            raise Unauthorized(
+                "a valid key is needed: send the header `Authorization: Bearer KEY`",
+                code="invalid_api_key",
+            )
         exchange.caller, exchange.terms = digest, keys[digest]
         exchange.client = exchange.terms.name or digest
 
@@ -187,7 +212,9 @@ class LoggedResponse:
         method = self._scope["method"]
         path = self._scope["path"][:MAX_PATH_CHARS]
         if path.startswith(STREAMS):
-            path = f"{STREAMS}..."  # A stream can be read by its id, so the id is kept out of the log.
+            path = (
+                f"{STREAMS}..."  # A stream can be read by its id, so the id is kept out of the log.
+            )
         fields = {"method": method, "path": path, "status": status, "milliseconds": milliseconds}
         choices = exchange.reservation.choices if exchange.reservation else ()
         details = {"client": exchange.address, "key": exchange.terms.name, **speeds(choices)}
@@ -199,8 +226,14 @@ class LoggedResponse:
 
 
 def _request_id(scope: Scope) -> str:
-    """The x-request-id of the client if it has up to 64 letters, digits, `-` and `_`; else a random id."""
+    """The x-request-id of the client if it has up to 64 letters, digits, `-` and `_`; else a random
+    id.
+    """
     given = [value for name, value in scope["headers"] if name == b"x-request-id"]
-    if len(given) == 1 and 0 < len(given[0]) <= 64 and given[0].replace(b"-", b"").replace(b"_", b"").isalnum():
+    if (
+        len(given) == 1
+        and 0 < len(given[0]) <= 64
+        and given[0].replace(b"-", b"").replace(b"_", b"").isalnum()
+    ):
         return str(given[0].decode("ascii"))
     return secrets.token_hex(8)

@@ -1,4 +1,5 @@
-"""Handlers: the way of a request from its body to its response, which the dialects with OpenAI's errors share.
+"""Handlers: the way of a request from its body to its response, which the dialects with OpenAI's
+errors share.
 
 Invariant: a body is read and checked before a sequence is started. It knows no dialect's fields.
 """
@@ -52,14 +53,18 @@ class Handlers:
         return body
 
     def fit(self, body: Body) -> list[str]:
-        """Leaves out what the chat template does not read, and returns its places. Raises InvalidRequest."""
+        """Leaves out what the chat template does not read, and returns its places. Raises
+        InvalidRequest.
+        """
         ignored = body.fit(self.generation.texts.variables)
         if ignored and self.section.strict_fields:
             text = f"`{ignored[0]}`: the model's chat template reads no such variable"
             raise InvalidRequest(text, param=ignored[0])
         return ignored
 
-    async def answer(self, http: HttpRequest, schema: type[Any], open: Open, last: bytes = sse.DONE) -> Response:
+    async def answer(
+        self, http: HttpRequest, schema: type[Any], open: Open, last: bytes = sse.DONE
+    ) -> Response:
         """The response to a request of a route that generates. `last`: bytes that end a stream."""
         body = await self.read(http, schema)
         delivery = Delivery.of(http, bool(body.stream), body.resumable, last)

@@ -1,4 +1,6 @@
-"""Routes for operators and their tools: /live, /ready, /health, /ping, /version, /metrics, /plan."""
+"""Routes for operators and their tools: /live, /ready, /health, /ping, /version, /metrics,
+/plan.
+"""
 
 from collections.abc import Awaitable, Callable
 
@@ -38,21 +40,28 @@ class OpsRoutes:
     async def ready(self) -> Response:
         """Show whether the server accepts requests.
 
-        200 if it does, else 503 with its state: the phase of loading, the reason of an engine restart, or draining.
+        200 if it does, else 503 with its state: the phase of loading, the reason of an engine
+        restart, or draining.
         """
         status = self.generation.client.status
         if self.generation.client.accepting:
             return JSONResponse({"status": status})
-        return JSONResponse({"error": "unhealthy", "error_type": "healthcheck", "status": status}, status_code=503)
+        return JSONResponse(
+            {"error": "unhealthy", "error_type": "healthcheck", "status": status}, status_code=503
+        )
 
     async def health(self) -> Response:
         """Show whether requests are answered.
 
-        As /ready, but also 200 while a new engine replaces one that crashed or hung: requests wait for it. The status is then the reason,
-        else ok.
+        As /ready, but also 200 while a new engine replaces one that crashed or hung: requests wait
+        for it. The status is then the reason, else ok.
         """
         client = self.generation.client
-        return JSONResponse({"status": "ok" if client.accepting else client.status}) if client.healthy else await self.ready()
+        return (
+            JSONResponse({"status": "ok" if client.accepting else client.status})
+            if client.healthy
+            else await self.ready()
+        )
 
     async def version(self) -> Response:
         """Show the version of this server.
@@ -71,7 +80,8 @@ class OpsRoutes:
     async def plan(self) -> Response:
         """Show the memory plan of the running engine.
 
-        Bytes of weights and KV cache, and how many sequences fit. `onehead plan` computes the same for a checkpoint folder.
+        Bytes of weights and KV cache, and how many sequences fit. `onehead plan` computes the same
+        for a checkpoint folder.
         """
         ready = self.generation.client.ready
         if ready is None:
@@ -84,7 +94,10 @@ class OpsRoutes:
                 "device": ready.device,
                 "parameters": ready.num_parameters,
                 "weight_bytes": ready.weight_bytes,
-                "kv_bytes_per_token": {"multi_query": ready.kv_bytes_per_token, "multi_head": ready.multi_head_bytes_per_token},
+                "kv_bytes_per_token": {
+                    "multi_query": ready.kv_bytes_per_token,
+                    "multi_head": ready.multi_head_bytes_per_token,
+                },
                 "cache": {
                     "dtype": ready.kv_dtype,
                     "page_size": ready.page_size,
@@ -94,11 +107,17 @@ class OpsRoutes:
                 },
                 "max_context": ready.max_context,
                 "longest_sequence": ready.capacity,
-                "sequences": [{"context": context, "fit": count} for context, count in ready.sequences],
+                "sequences": [
+                    {"context": context, "fit": count} for context, count in ready.sequences
+                ],
             }
         )
 
 
-def _route(path: str, handler: Callable[[], Awaitable[Response]], access: Access, probe: bool = False) -> Route:
+def _route(
+    path: str, handler: Callable[[], Awaitable[Response]], access: Access, probe: bool = False
+) -> Route:
     """A route of this module. All answer HEAD too, which load balancers probe with."""
-    return Route(path, ("GET",), handler, Dialect.TGI, access, probe=probe, head=True, tag="operations")
+    return Route(
+        path, ("GET",), handler, Dialect.TGI, access, probe=probe, head=True, tag="operations"
+    )

@@ -1,4 +1,6 @@
-"""PackedBody: a body that is compressed once, and sent compressed to clients that accept gzip (RFC 9110, section 8.4). Knows no routes."""
+"""PackedBody: a body that is compressed once, and sent compressed to clients that accept gzip (RFC
+9110, section 8.4). Knows no routes.
+"""
 
 import gzip
 import re
@@ -22,4 +24,8 @@ class PackedBody:
         headers = {**(headers or {}), "vary": "accept-encoding"}
         if not _ACCEPTS(http.headers.get("accept-encoding", "")):
             return Response(self.plain, media_type=self._media_type, headers=headers)
-        return Response(self._packed, media_type=self._media_type, headers=headers | {"content-encoding": "gzip"})
+        return Response(
+            self._packed,
+            media_type=self._media_type,
+            headers=headers | {"content-encoding": "gzip"},
+        )

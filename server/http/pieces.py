@@ -1,7 +1,9 @@
-"""JSON answers made in pieces, with the event loop running in between: their size delays no other request.
+"""JSON answers made in pieces, with the event loop running in between: their size delays no other
+request.
 
-Invariant: however many answers are made at once, they take SLICE_SECONDS of a turn of the event loop together, and about half of a
-processor's time, so that the engine is not slowed down much. It knows no dialect.
+Invariant: however many answers are made at once, they take SLICE_SECONDS of a turn of the event
+loop together, and about half of a processor's time, so that the engine is not slowed down much. It
+knows no dialect.
 """
 
 import asyncio
@@ -16,14 +18,15 @@ from starlette.responses import Response, StreamingResponse
 SLICE_SECONDS = 0.002
 ROWS = 64
 WHOLE_BYTES = 2**20
-"""Answers up to this size are sent with their content-length; longer ones are never held as a whole."""
+"""Answers up to this size are sent with their content-length; longer ones are never held as a
+whole."""
 
 _encode = msgspec.json.Encoder().encode
 
 
 def pieces(value: Any) -> Iterator[bytes]:
-    """The JSON text of a value in pieces. In it an iterator stands for an array, of which ROWS items are taken at a time, and a function
-    for its result, which is made when it is needed.
+    """The JSON text of a value in pieces. In it an iterator stands for an array, of which ROWS
+    items are taken at a time, and a function for its result, which is made when it is needed.
     """
     if callable(value):
         yield from pieces(value())
@@ -77,7 +80,9 @@ class JsonAnswers:
                 for part in parts:
                     made.append(part)
                     if time.monotonic() > end:
-                        await asyncio.sleep(SLICE_SECONDS)  # Inside, so that the next slice, of any answer, comes after the pause.
+                        await asyncio.sleep(
+                            SLICE_SECONDS
+                        )  # Inside, so that the next slice, of any answer, comes after the pause.
                         break
                 else:
                     ended = True

@@ -1,7 +1,8 @@
 """The route table: each route with its methods, handler, access, dialect, and whether it generates.
 
-The router, FrontDoor and the error bodies use it. Invariant: the application serves no path that is not in the table (`check` refuses to
-start with one), so that no route generates without a reservation or is reached without the key that it needs.
+The router, FrontDoor and the error bodies use it. Invariant: the application serves no path that is
+not in the table (`check` refuses to start with one), so that no route generates without a
+reservation or is reached without the key that it needs.
 """
 
 from collections.abc import Awaitable, Callable, Iterable
@@ -27,8 +28,9 @@ class Access(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One path. `generates`: its POST requests are admitted under server.max_waiting before their body is read, and start sequences with
-    the Exchange's reservation. `probe`: polled every few seconds, so its requests are logged at level debug.
+    """One path. `generates`: its POST requests are admitted under server.max_waiting before their
+    body is read, and start sequences with the Exchange's reservation. `probe`: polled every few
+    seconds, so its requests are logged at level debug.
     """
 
     path: str
@@ -52,17 +54,27 @@ class RouteTable:
         self.routes = tuple(routes)
         literal = [route for route in self.routes if "{" not in route.path]
         self._literal = {route.path: route for route in reversed(literal)}
-        self._by_method = {(method, route.path): route for route in literal for method in (*route.methods, *route.head * ("HEAD",))}
-        self._patterns = [(compile_path(route.path)[0], route) for route in self.routes if "{" in route.path]
+        self._by_method = {
+            (method, route.path): route
+            for route in literal
+            for method in (*route.methods, *route.head * ("HEAD",))
+        }
+        self._patterns = [
+            (compile_path(route.path)[0], route) for route in self.routes if "{" in route.path
+        ]
 
     def find(self, path: str, method: str = "") -> Route | None:
-        """The route of a path and a method; for a method that the path does not take, its first route; None if there is none."""
+        """The route of a path and a method; for a method that the path does not take, its first
+        route; None if there is none.
+        """
         if (route := self._by_method.get((method, path)) or self._literal.get(path)) is not None:
             return route
         return next((route for pattern, route in self._patterns if pattern.match(path)), None)
 
     def dialect(self, path: str) -> Dialect:
-        """The dialect of errors for a path; OpenAI's for unknown paths below /v1, TGI's for others."""
+        """The dialect of errors for a path; OpenAI's for unknown paths below /v1, TGI's for
+        others.
+        """
         route = self.find(path)
         if route is not None:
             return route.dialect
@@ -75,7 +87,10 @@ class RouteTable:
                 app.mount(route.path.removesuffix("/{path:path}"), route.handler)
                 continue
             tags: list[str | Enum] = [route.tag] if route.tag else []
-            for methods, documented in ((route.methods, route.documented), (("HEAD",) if route.head else (), False)):
+            for methods, documented in (
+                (route.methods, route.documented),
+                (("HEAD",) if route.head else (), False),
+            ):
                 if methods:
                     app.add_api_route(
                         route.path,
@@ -88,7 +103,15 @@ class RouteTable:
                     )
 
     def check(self, app: FastAPI) -> None:
-        """Raises AssertionError if the application serves a path that the table does not declare, and so without its access rules."""
-        declared = {route.path.removesuffix("/{path:path}") if not route.methods else route.path for route in self.routes}
+        """Raises AssertionError if the application serves a path that the table does not declare,
+        and so without its access rules.
+        """
+        declared = {
+            route.path.removesuffix("/{path:path}") if not route.methods else route.path
+            for route in self.routes
+        }
         served = {str(getattr(route, "path", route)) for route in app.routes}
-        assert served <= declared, f"routes that are not declared in the route table: {', '.join(sorted(served - declared))}"
+        assert served <= declared, (
+            "routes that are not declared in the route table: "
+            f"{', '.join(sorted(served - declared))}"
+        )

@@ -1,4 +1,6 @@
-"""Server-sent events (WHATWG HTML, section 9.2): their encoding, and the response that streams them. Knows no dialect."""
+"""Server-sent events (WHATWG HTML, section 9.2): their encoding, and the response that streams
+them. Knows no dialect.
+"""
 
 import asyncio
 import time
@@ -19,19 +21,24 @@ _encode = msgspec.json.Encoder(enc_hook=list).encode
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 KEEP_ALIVE = b": keep-alive\n\n"
 MAX_EVENTS_PER_WRITE = 32
-"""Largest number of events in one write. After that many, other tasks run, even if writing never blocks."""
+"""Largest number of events in one write. After that many, other tasks run, even if writing never
+blocks."""
 LARGE_BYTES = 2**16
 DONE = b"data: [DONE]\n\n"
 PREFIX = b"data: {"
 
 
 def event(data: dict[str, Any], prefix: bytes = PREFIX) -> bytes:
-    """An event with a JSON object, which has no line breaks and so fits in one data line. `prefix`: of `prefix_of`."""
+    """An event with a JSON object, which has no line breaks and so fits in one data line. `prefix`:
+    of `prefix_of`.
+    """
     return prefix + _encode(data)[1:] + b"\n\n"
 
 
 def prefix_of(head: dict[str, Any]) -> bytes:
-    """What events begin with whose objects have the fields of `head` before those of their own: encoded once for all of them."""
+    """What events begin with whose objects have the fields of `head` before those of their own:
+    encoded once for all of them.
+    """
     return PREFIX + _encode(head)[1:-1] + b","
 
 
@@ -43,24 +50,31 @@ class Source(Protocol):
         """Whether the last event has been taken."""
 
     def take(self) -> list[bytes]:
-        """Events that have come: as many as fit one write, none if there are none now. Does not block."""
+        """Events that have come: as many as fit one write, none if there are none now. Does not
+        block.
+        """
 
     def listen(self, wake: Wake) -> None:
-        """From now on `wake` is called, on the event loop, when there may be something to take, and then what it returns."""
+        """From now on `wake` is called, on the event loop, when there may be something to take, and
+        then what it returns.
+        """
 
 
 def is_whole(events: list[bytes]) -> bool:
-    """Whether these events, just taken from a source, are all that it had. After the others, and after a large one, other tasks should run:
-    one with log-probabilities of a prompt takes milliseconds to make.
+    """Whether these events, just taken from a source, are all that it had. After the others, and
+    after a large one, other tasks should run: one with log-probabilities of a prompt takes
+    milliseconds to make.
     """
     return not events or (len(events) < MAX_EVENTS_PER_WRITE and len(events[-1]) <= LARGE_BYTES)
 
 
 class EventResponse(StreamingResponse):
-    """A response with status 200 that writes events as they come, and a comment after `keep_alive` seconds without events.
+    """A response with status 200 that writes events as they come, and a comment after `keep_alive`
+    seconds without events.
 
-    Events are taken and written by the call that says they have come, without a switch to the response's task, which is left what may
-    wait: the head, a client that does not keep up, many events at once, and the end. It calls `close` when it ends, in any way.
+    Events are taken and written by the call that says they have come, without a switch to the
+    response's task, which is left what may wait: the head, a client that does not keep up, many
+    events at once, and the end. It calls `close` when it ends, in any way.
     """
 
     def __init__(
@@ -75,7 +89,8 @@ class EventResponse(StreamingResponse):
         super().__init__(iter(()), media_type="text/event-stream", headers={**HEADERS, **headers})
         self._source = source
         self._idle: asyncio.Future[None] | None = None
-        """What the task waits for when there is nothing to take. While it waits, `_push` may take events."""
+        """What the task waits for when there is nothing to take. While it waits, `_push` may take
+        events."""
         self._close = close
         self._keep_alive = keep_alive
         self._comment_bytes = comment
@@ -103,12 +118,16 @@ class EventResponse(StreamingResponse):
 
     async def stream_response(self, send: Send) -> None:
         self._last_sent = time.monotonic()
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
         self._source.listen(self._push)
         while not self._source.ended:
             while batch := self._source.take():
                 if not is_whole(batch):
-                    await asyncio.sleep(0)  # Writes to a closed connection never block: let the disconnect be noticed.
+                    await asyncio.sleep(
+                        0
+                    )  # Writes to a closed connection never block: let the disconnect be noticed.
                 await self._send_part(b"".join(batch))
             if not self._source.ended:
                 self._idle = asyncio.get_running_loop().create_future()
@@ -118,7 +137,9 @@ class EventResponse(StreamingResponse):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _push(self) -> Write | None:
-        """Takes what has come and returns what writes it, or leaves it to the task, which raises what is raised here."""
+        """Takes what has come and returns what writes it, or leaves it to the task, which raises
+        what is raised here.
+        """
         if self._idle is None or self._idle.done():
             return None
         try:
@@ -142,7 +163,9 @@ class EventResponse(StreamingResponse):
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _comment(self) -> None:
-        """Sends a comment after each `keep_alive` seconds without a write, so that proxies do not close the connection."""
+        """Sends a comment after each `keep_alive` seconds without a write, so that proxies do not
+        close the connection.
+        """
         while True:
             silence = 0.0 if self._last_sent is None else time.monotonic() - self._last_sent
             if silence < self._keep_alive:

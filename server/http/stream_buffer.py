@@ -1,8 +1,11 @@
-"""Resumable streams: buffers of numbered events, from which a client reads on after its connection was lost.
+"""Resumable streams: buffers of numbered events, from which a client reads on after its connection
+was lost.
 
-A StreamBuffer holds the last events of one stream; the StreamStore owns all buffers, within bounds on bytes and time. It does no I/O: time
-is an argument, a reader is woken by a callback, an event is opaque bytes. Invariants: event numbers are 1, 2, 3, ... without gaps; a
-reader gets each event after its last one exactly once, or is told that some were dropped; a new reader supersedes the one before it.
+A StreamBuffer holds the last events of one stream; the StreamStore owns all buffers, within bounds
+on bytes and time. It does no I/O: time is an argument, a reader is woken by a callback, an event is
+opaque bytes. Invariants: event numbers are 1, 2, 3, ... without gaps; a reader gets each event
+after its last one exactly once, or is told that some were dropped; a new reader supersedes the one
+before it.
 """
 
 import secrets
@@ -37,7 +40,9 @@ class Retention:
 
 
 class Reader:
-    """The connection that reads a stream. `wake` is called when `take` or a property has something new."""
+    """The connection that reads a stream. `wake` is called when `take` or a property has something
+    new.
+    """
 
     def __init__(self, buffer: "StreamBuffer", last_seen: int, wake: Wake) -> None:
         self.buffer = buffer
@@ -60,7 +65,9 @@ class Reader:
         return self.buffer.ended and self.last_seen >= self.buffer.num_events
 
     def take(self) -> tuple[bool, list[tuple[int, bytes]]]:
-        """Whether events were dropped before they could be taken, and the new events as (number, data)."""
+        """Whether events were dropped before they could be taken, and the new events as (number,
+        data).
+        """
         gap, events = self.buffer.after(self.last_seen)
         if events:
             self.last_seen = events[-1][0]
@@ -70,7 +77,9 @@ class Reader:
 class StreamBuffer:
     """The last events of one stream."""
 
-    def __init__(self, id: str, owner: str, stop: Callable[[str], None], now: float, client: str) -> None:
+    def __init__(
+        self, id: str, owner: str, stop: Callable[[str], None], now: float, client: str
+    ) -> None:
         self.id = id
         self.owner = owner
         self.client = client
@@ -106,7 +115,9 @@ class StreamBuffer:
             self.reader.tell()
 
     def drop_oldest(self) -> int:
-        """Drops the oldest event and returns the freed bytes; 0 if there is only one, which is kept."""
+        """Drops the oldest event and returns the freed bytes; 0 if there is only one, which is
+        kept.
+        """
         if len(self._events) < 2:
             return 0
         size = len(self._events.popleft()) + EVENT_OVERHEAD
@@ -114,11 +125,14 @@ class StreamBuffer:
         return size
 
     def after(self, seen: int) -> tuple[bool, list[tuple[int, bytes]]]:
-        """Whether events after number `seen` were dropped, and the events after it that are kept, as (number, data). Raises MalformedBody
-        if event `seen` has not come yet.
+        """Whether events after number `seen` were dropped, and the events after it that are kept,
+        as (number, data). Raises MalformedBody if event `seen` has not come yet.
         """
         if seen > self.num_events:
-            raise MalformedBody(f"that event has not been sent yet; the last one is {self.num_events}", code="future_event")
+            raise MalformedBody(
+                f"that event has not been sent yet; the last one is {self.num_events}",
+                code="future_event",
+            )
         first = self.num_events - len(self._events) + 1
         start = max(0, seen + 1 - first)
         kept = [self._events[i] for i in range(start, len(self._events))]
@@ -128,7 +142,9 @@ class StreamBuffer:
 class StreamStore:
     """The resumable streams of a server."""
 
-    def __init__(self, retention: Retention, new_id: Callable[[], str] = lambda: secrets.token_urlsafe(24)) -> None:
+    def __init__(
+        self, retention: Retention, new_id: Callable[[], str] = lambda: secrets.token_urlsafe(24)
+    ) -> None:
         self.retention = retention
         self._new_id = new_id
         self._streams: OrderedDict[str, StreamBuffer] = OrderedDict()
@@ -153,9 +169,11 @@ class StreamStore:
         """Number of running streams without a reader."""
         return len(self._detached())
 
-    def open(self, owner: str, stop: Callable[[str], None], now: float, client: str = "") -> StreamBuffer:
-        """Creates a stream of `owner`. `stop` is called, at most once, with the reason for which the stream is cancelled. `client`: who
-        shares the bounds with others; the owner by default.
+    def open(
+        self, owner: str, stop: Callable[[str], None], now: float, client: str = ""
+    ) -> StreamBuffer:
+        """Creates a stream of `owner`. `stop` is called, at most once, with the reason for which
+        the stream is cancelled. `client`: who shares the bounds with others; the owner by default.
         """
         buffer = StreamBuffer(self._new_id(), owner, stop, now, client or owner)
         self._streams[buffer.id] = buffer
@@ -167,13 +185,16 @@ class StreamStore:
         if buffer is not None and buffer.owner == owner:
             return buffer
         if buffer is None and self._expired.get(id) == owner:
-            raise StreamExpired("that stream has expired; send the request again", code="stream_expired")
+            raise StreamExpired(
+                "that stream has expired; send the request again", code="stream_expired"
+            )
         # A stream of another caller must look like no stream.
         raise NotFound("there is no such stream", code="stream_not_found")
 
     def append(self, buffer: StreamBuffer, *events: bytes) -> None:
-        """Adds events, and wakes the reader once. Over `stream_bytes` it drops the oldest events of this stream; over `total_bytes`, of
-        the client that has the most, whole ended streams, the oldest first, and then the oldest events of this or its largest stream.
+        """Adds events, and wakes the reader once. Over `stream_bytes` it drops the oldest events of
+        this stream; over `total_bytes`, of the client that has the most, whole ended streams, the
+        oldest first, and then the oldest events of this or its largest stream.
         """
         for event in events:
             self._count(buffer, buffer.append(event))
@@ -186,11 +207,22 @@ class StreamStore:
             self._count(buffer, -freed)
         while self.num_bytes > self.retention.total_bytes:
             client = max(self._bytes, key=self._bytes.__getitem__)
-            oldest = next((ended for ended in self._ended.values() if ended.client == client and ended is not buffer), None)
+            oldest = next(
+                (
+                    ended
+                    for ended in self._ended.values()
+                    if ended.client == client and ended is not buffer
+                ),
+                None,
+            )
             if oldest is not None:
                 self._expire(oldest)
                 continue
-            own = [buffer] if buffer.client == client else [stream for stream in self._streams.values() if stream.client == client]
+            own = (
+                [buffer]
+                if buffer.client == client
+                else [stream for stream in self._streams.values() if stream.client == client]
+            )
             largest = max(own, key=lambda stream: stream.num_bytes)
             if not (freed := largest.drop_oldest()):
                 break
@@ -204,7 +236,9 @@ class StreamStore:
         buffer.tell()
 
     def attach(self, buffer: StreamBuffer, seen: int, wake: Wake = lambda: None) -> Reader:
-        """A new reader of the events after number `seen`, which supersedes the current reader. Raises MalformedBody, as `after`."""
+        """A new reader of the events after number `seen`, which supersedes the current reader.
+        Raises MalformedBody, as `after`.
+        """
         buffer.after(seen)
         old, buffer.reader = buffer.reader, Reader(buffer, seen, wake)
         if old is not None:
@@ -221,7 +255,9 @@ class StreamStore:
                 self._cancel_longest_detached()
 
     def sweep(self, now: float) -> None:
-        """Drops streams that ended `seconds` ago; cancels running ones without a reader for `detach_seconds`."""
+        """Drops streams that ended `seconds` ago; cancels running ones without a reader for
+        `detach_seconds`.
+        """
         for buffer in list(self._ended.values()):
             if now - buffer.idle_since < self.retention.seconds:
                 break
@@ -232,16 +268,25 @@ class StreamStore:
                 buffer.stop(f"this stream had no reader for {self.retention.detach_seconds:g} s")
 
     def _detached(self) -> list[StreamBuffer]:
-        return [buffer for buffer in self._streams.values() if buffer.reader is None and not buffer.ended]
+        return [
+            buffer
+            for buffer in self._streams.values()
+            if buffer.reader is None and not buffer.ended
+        ]
 
     def _cancel_longest_detached(self) -> None:
-        """Cancels streams without a reader, down to `max_detached`: of the client that has most of them the one without for longest."""
+        """Cancels streams without a reader, down to `max_detached`: of the client that has most of
+        them the one without for longest.
+        """
         detached = sorted(self._detached(), key=lambda buffer: buffer.idle_since)
         while len(detached) > self.retention.max_detached:
             held = Counter(buffer.client for buffer in detached)
             longest = max(detached, key=lambda buffer: held[buffer.client])
             detached.remove(longest)
-            longest.stop(f"more than {self.retention.max_detached} streams have no reader, most of them this client's")
+            longest.stop(
+                f"more than {self.retention.max_detached} streams have no reader, most of them "
+                "this client's"
+            )
 
     def _expire(self, buffer: StreamBuffer) -> None:
         del self._streams[buffer.id], self._ended[buffer.id]

@@ -1,7 +1,8 @@
 """Resumable streams over HTTP, for both dialects; GET and DELETE /v1/streams/{id}.
 
-The events of a stream are written into a StreamBuffer as they come, and every connection, the first one included, reads from the buffer.
-Invariant: a lost connection does not affect generation. It treats events as opaque bytes.
+The events of a stream are written into a StreamBuffer as they come, and every connection, the first
+one included, reads from the buffer. Invariant: a lost connection does not affect generation. It
+treats events as opaque bytes.
 """
 
 import asyncio
@@ -26,11 +27,15 @@ RETRY = "retry: 1000\n"
 SUPERSEDED = b"event: superseded\ndata: {}\n\n"
 _EVENT_ID = re.compile(r"([A-Za-z0-9_-]+)\.([0-9]{1,15})")
 _NUMBER = re.compile(r"[0-9]{1,15}")
-_GAP = GenerationFailed("some events after the last one you received are no longer kept", code="resume_gap")
+_GAP = GenerationFailed(
+    "some events after the last one you received are no longer kept", code="resume_gap"
+)
 
 
 class StreamWriter:
-    """Writes the events of one request into a new stream as they come. `close` is called when they end, in any way."""
+    """Writes the events of one request into a new stream as they come. `close` is called when they
+    end, in any way.
+    """
 
     def __init__(
         self,
@@ -56,7 +61,9 @@ class StreamWriter:
             self._append(*events)
         except Exception:
             log.exception("the events of a stream could not be written")
-            return self._end(RequestError("internal error; the server's log has it under the request id"))
+            return self._end(
+                RequestError("internal error; the server's log has it under the request id")
+            )
         if self._source.ended:
             self._end()
         elif not sse.is_whole(events):
@@ -100,8 +107,9 @@ class StreamPublisher:
         headers: dict[str, str],
         last: bytes = b"",
     ) -> Response:
-        """Writes the events of `source` into a new stream as they come, and returns the first response that reads it. `close` is called
-        when the events end, in any way; `last` is the last event.
+        """Writes the events of `source` into a new stream as they come, and returns the first
+        response that reads it. `close` is called when the events end, in any way; `last` is the
+        last event.
         """
         exchange = exchange_of(http)
         exchange.outlives_response = True
@@ -109,14 +117,17 @@ class StreamPublisher:
         return self.follow(writer.buffer, 0, headers)
 
     def follow(self, buffer: StreamBuffer, seen: int, headers: dict[str, str]) -> Response:
-        """A response with the events after number `seen`. Raises MalformedBody if there is no such event yet."""
+        """A response with the events after number `seen`. Raises MalformedBody if there is no such
+        event yet.
+        """
         reader = self.store.attach(buffer, seen)
         return sse.EventResponse(
             ReaderEvents(reader),
             lambda: self.store.detach(reader, time.monotonic()),
             {**headers, "x-stream-id": buffer.id},
             self.keep_alive,
-            # Without an empty line, which some clients would take for an empty event with the last id.
+            # Without an empty line, which some clients would take for an empty event with the last
+            # id.
             comment=b": keep-alive\n",
         )
 
@@ -140,7 +151,9 @@ class ReaderEvents:
             gap, events = self._reader.take()
             self._left.extend([self._reader.buffer.gap_event] * gap)
             self._left.extend(event for _, event in events)
-        batch = [self._left.popleft() for _ in range(min(len(self._left), sse.MAX_EVENTS_PER_WRITE))]
+        batch = [
+            self._left.popleft() for _ in range(min(len(self._left), sse.MAX_EVENTS_PER_WRITE))
+        ]
         if not self._left and (self._reader.superseded or self._reader.finished):
             self.ended = True
             return [*batch, SUPERSEDED] if self._reader.superseded else batch
@@ -163,7 +176,8 @@ class StreamRoutes:
     async def resume(self, http: HttpRequest, stream_id: str) -> Response:
         """Read a resumable stream again.
 
-        The events after the one that `Last-Event-ID` or `after` names: those there are at once, then the others as they come.
+        The events after the one that `Last-Event-ID` or `after` names: those there are at once,
+        then the others as they come.
         """
         buffer = self._find(http, stream_id)
         seen = _last_seen(http, buffer.id)
@@ -189,9 +203,14 @@ def _last_seen(http: HttpRequest, stream_id: str) -> int:
     if ids:
         match = _EVENT_ID.fullmatch(ids[0])
         if len(ids) > 1 or match is None or match[1] != stream_id:
-            raise MalformedBody("`Last-Event-ID` is no event of this stream; it must be as the stream gave it", code="invalid_event_id")
+            raise MalformedBody(
+                "`Last-Event-ID` is no event of this stream; it must be as the stream gave it",
+                code="invalid_event_id",
+            )
         return int(match[2])
     after = http.query_params.getlist("after")
     if len(after) > 1 or (after and _NUMBER.fullmatch(after[0]) is None):
-        raise MalformedBody("`after` must be the number of an event: digits, once", code="invalid_event_id")
+        raise MalformedBody(
+            "`after` must be the number of an event: digits, once", code="invalid_event_id"
+        )
     return int(after[0]) if after else 0

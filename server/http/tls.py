@@ -1,6 +1,8 @@
-"""The files of the server's TLS certificate and key: checked before uvicorn reads them, and read again on SIGHUP.
+"""The files of the server's TLS certificate and key: checked before uvicorn reads them, and read
+again on SIGHUP.
 
-Invariant: files that cannot be used leave the certificate as it was. It knows nothing of connections.
+Invariant: files that cannot be used leave the certificate as it was. It knows nothing of
+connections.
 """
 
 import logging
@@ -13,14 +15,18 @@ log = logging.getLogger("onehead")
 
 
 def check_certificate(certificate: Path, key: Path) -> None:
-    """Raises ConfigurationError for files that are missing, are no certificate or no key, or do not belong together."""
+    """Raises ConfigurationError for files that are missing, are no certificate or no key, or do not
+    belong together.
+    """
     _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), certificate, key)
 
 
 def reload_certificate(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
     """Reads the files again, for the connections that are made from now on."""
     try:
-        check_certificate(certificate, key)  # A context that refuses a key has taken the certificate already.
+        check_certificate(
+            certificate, key
+        )  # A context that refuses a key has taken the certificate already.
         _load(context, certificate, key)
         log.info("SIGHUP: the TLS certificate was read again")
     except ConfigurationError as error:
@@ -29,7 +35,9 @@ def reload_certificate(context: ssl.SSLContext, certificate: Path, key: Path) ->
 
 def _load(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
     def no_password() -> str:
-        raise ConfigurationError(f"server.tls_key {key}: is encrypted; a key without a password is needed")
+        raise ConfigurationError(
+            f"server.tls_key {key}: is encrypted; a key without a password is needed"
+        )
 
     try:
         for path in (certificate, key):
@@ -37,8 +45,14 @@ def _load(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
         context.load_cert_chain(certificate, key, no_password)
     except ssl.SSLError as error:
         mismatch = error.reason == "KEY_VALUES_MISMATCH"
-        reason = "the key is not the certificate's" if mismatch else "expected a certificate and its key, both in PEM"
-        raise ConfigurationError(f"server.tls_certificate {certificate}, server.tls_key {key}: {reason}") from None
+        reason = (
+            "the key is not the certificate's"
+            if mismatch
+            else "expected a certificate and its key, both in PEM"
+        )
+        raise ConfigurationError(
+            f"server.tls_certificate {certificate}, server.tls_key {key}: {reason}"
+        ) from None
     except OSError as error:
         option = "tls_key" if error.filename == str(key) else "tls_certificate"
         raise ConfigurationError(f"server.{option} {error.filename}: {error.strerror}") from None

@@ -22,7 +22,13 @@ from server.text.jobs import AnyJob, Decode, Encode, EncodeChat, EncodeWithPlace
 class TokenRoutes:
     """Handlers of both routes."""
 
-    def __init__(self, generation: Generation, section: ServerSection, names: ModelNames, answers: JsonAnswers) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        section: ServerSection,
+        names: ModelNames,
+        answers: JsonAnswers,
+    ) -> None:
         self.generation = generation
         self.names = names
         self.section = section
@@ -38,8 +44,9 @@ class TokenRoutes:
     async def tokenize(self, http: HttpRequest) -> Response:
         """Turn text into tokens.
 
-        `inputs` is answered as TGI does, with a list of tokens and their places; `prompt` and `messages` as vLLM does, with an object, and
-        `content` as llama.cpp does, with the token ids alone.
+        `inputs` is answered as TGI does, with a list of tokens and their places; `prompt` and
+        `messages` as vLLM does, with an object, and `content` as llama.cpp does, with the token ids
+        alone.
         """
         value = await read_value(http, self.section.max_body_bytes)
         exchange_of(http).dialect = Dialect.OPENAI if value.get("inputs") is None else Dialect.TGI
@@ -47,7 +54,9 @@ class TokenRoutes:
         codec, convert = self.generation.codec, self._convert(http)
         if body.inputs is not None:
             # `model` is not checked, as on TGI's other routes. The worker process writes the JSON.
-            return Response(await convert(EncodeWithPlaces(body.inputs)), media_type="application/json")
+            return Response(
+                await convert(EncodeWithPlaces(body.inputs)), media_type="application/json"
+            )
         self.names.resolve(body.model, http.headers.get("host"))
         if body.messages is not None:
             known = self.generation.texts
@@ -63,7 +72,12 @@ class TokenRoutes:
         else:
             ids = await convert(Encode(body.prompt or "", bare=body.add_special_tokens is False))
         names = map(codec.tokenizer.id_to_token, ids) if body.return_token_strs else None
-        answer = {"count": len(ids), "max_model_len": self.generation.max_total_tokens, "tokens": iter(ids), "token_strs": names}
+        answer = {
+            "count": len(ids),
+            "max_model_len": self.generation.max_total_tokens,
+            "tokens": iter(ids),
+            "token_strs": names,
+        }
         return await self.answers.response(answer)
 
     def _convert(self, http: HttpRequest) -> Callable[[AnyJob], Awaitable[Any]]:
@@ -88,6 +102,10 @@ class TokenRoutes:
         self.names.resolve(body.model, http.headers.get("host"))
         largest, vocab_size = max(body.tokens, default=0), self.generation.ready.vocab_size
         if largest >= vocab_size:
-            raise InvalidRequest(f"`tokens` holds the id {largest}, which is not below the vocabulary's {vocab_size}", param="tokens")
+            raise InvalidRequest(
+                f"`tokens` holds the id {largest}, which is not below the vocabulary's "
+                f"{vocab_size}",
+                param="tokens",
+            )
         (text,) = await self._convert(http)(Decode([body.tokens]))
         return await self.answers.response({"content": text, "prompt": text})

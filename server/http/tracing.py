@@ -1,7 +1,9 @@
-"""Tracing: an OpenTelemetry span for each request that generates, and below it one each for its queue, prefill and decode.
+"""Tracing: an OpenTelemetry span for each request that generates, and below it one each for its
+queue, prefill and decode.
 
-Spans are made when a request has ended, of times that are noted anyway, and a thread of the library sends them to a collector. Invariant:
-no request waits for the collector; what the library's bounded queue does not hold is dropped. It knows no dialect's fields.
+Spans are made when a request has ended, of times that are noted anyway, and a thread of the library
+sends them to a collector. Invariant: no request waits for the collector; what the library's bounded
+queue does not hold is dropped. It knows no dialect's fields.
 """
 
 import time
@@ -20,7 +22,9 @@ SECONDS = 3.0
 
 
 class Tracing:
-    """Sends spans to the collector at a base URL. Raises ConfigurationError where the library, an optional dependency, is missing."""
+    """Sends spans to the collector at a base URL. Raises ConfigurationError where the library, an
+    optional dependency, is missing.
+    """
 
     def __init__(self, endpoint: str, model: str) -> None:
         try:
@@ -29,21 +33,40 @@ class Tracing:
             from opentelemetry.sdk.resources import OTELResourceDetector, Resource
             from opentelemetry.sdk.trace import TracerProvider, export
         except ImportError as error:
-            text = f"server.tracing_endpoint needs OpenTelemetry: install onehead[tracing] ({error.name} is missing)"
+            text = (
+                "server.tracing_endpoint needs OpenTelemetry: install onehead[tracing] "
+                f"({error.name} is missing)"
+            )
             raise ConfigurationError(text) from None
-        # Names in the library's own variables, such as OTEL_SERVICE_NAME, take the place of this one.
-        provider = TracerProvider(resource=Resource({"service.name": "onehead"}).merge(OTELResourceDetector().detect()))
-        provider.add_span_processor(export.BatchSpanProcessor(OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=SECONDS)))
+        # Names in the library's own variables, such as OTEL_SERVICE_NAME, take the place of this
+        # one.
+        provider = TracerProvider(
+            resource=Resource({"service.name": "onehead"}).merge(OTELResourceDetector().detect())
+        )
+        provider.add_span_processor(
+            export.BatchSpanProcessor(
+                OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=SECONDS)
+            )
+        )
         self._model, self._api, self._extract = model, trace, propagate.extract
         self._start = provider.get_tracer("onehead").start_span
 
     def of(self, scope: Any) -> Trace:
-        """Makes the spans of a request, below the one that its `traceparent` names, when it is called with the ended Exchange."""
-        known = {"url.path": scope["path"], "server.address": scope["server"][0], "server.port": scope["server"][1]}
+        """Makes the spans of a request, below the one that its `traceparent` names, when it is
+        called with the ended Exchange.
+        """
+        known = {
+            "url.path": scope["path"],
+            "server.address": scope["server"][0],
+            "server.port": scope["server"][1],
+        }
         return partial(self._end, known, self._extract(Headers(scope=scope)))
 
     def _end(self, known: dict[str, Any], parent: Any, exchange: Exchange) -> None:
-        choices, now = exchange.reservation.choices if exchange.reservation else [], time.monotonic()
+        choices, now = (
+            exchange.reservation.choices if exchange.reservation else [],
+            time.monotonic(),
+        )
         operation = "chat" if "/chat/" in known["url.path"] else "text_completion"
         counts, outcomes = speeds(choices), [choice.outcome for choice in choices]
         attributes = known | {
@@ -62,9 +85,20 @@ class Tracing:
         if exchange.status >= 500 or "failed" in outcomes:
             span.set_status(self._api.StatusCode.ERROR)
         for first in choices[:1]:  # Its further choices are started together with it.
-            moments = first.arrival, first.started or now, first.first or now, max(choice.last for choice in choices) or now
-            for name, (begin, end) in zip(("queue", "prefill", "decode"), pairwise(moments), strict=True):
+            moments = (
+                first.arrival,
+                first.started or now,
+                first.first or now,
+                max(choice.last for choice in choices) or now,
+            )
+            for name, (begin, end) in zip(
+                ("queue", "prefill", "decode"), pairwise(moments), strict=True
+            ):
                 if begin < now:
-                    child = self._start(name, self._api.set_span_in_context(span), start_time=int(begin * 1e9) + offset)
+                    child = self._start(
+                        name,
+                        self._api.set_span_in_context(span),
+                        start_time=int(begin * 1e9) + offset,
+                    )
                     child.end(int(end * 1e9) + offset)
         span.end(int(now * 1e9) + offset)

@@ -26,7 +26,10 @@ def new_folder(parent: Path) -> Iterator[Path]:
     SIGTERM, which becomes SystemExit. Raises OSError.
     """
     parent.mkdir(parents=True, exist_ok=True)
-    here = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    here = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    )
     if here:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
@@ -54,8 +57,11 @@ def run(module: str, *arguments: str) -> str:
     except subprocess.TimeoutExpired:
         return f"it took more than {SECONDS:g} s"
     if done.returncode == -signal.SIGINT:
-        raise KeyboardInterrupt  # Ctrl-C reached the child, but an event loop or a shell may have kept it from this process.
-    reason = (done.stdout.strip().splitlines() or [f"the conversion ended with status {done.returncode}"])[-1]
+        # Ctrl-C reached the child, but an event loop or a shell may have kept it from this process.
+        raise KeyboardInterrupt
+    reason = (
+        done.stdout.strip().splitlines() or [f"the conversion ended with status {done.returncode}"]
+    )[-1]
     if done.returncode == ResourceError.exit_code:
         raise ResourceError(f"{reason}; {HINT}")
     return "" if done.returncode == 0 else reason

@@ -1,7 +1,9 @@
-"""`--model org/name`, `--model org/name:FILE.gguf`: downloads from a repository of the Hugging Face hub into its cache; gives the folder.
+"""`--model org/name`, `--model org/name:FILE.gguf`: downloads from a repository of the Hugging Face
+hub into its cache; gives the folder.
 
-Invariant: only files that are read are downloaded, weights only of models that can be served, and only errors of server/errors.py are
-raised. If the hub cannot be reached, a complete cached copy is used. Blocks: to be called in the main thread before the event loop starts.
+Invariant: only files that are read are downloaded, weights only of models that can be served, and
+only errors of server/errors.py are raised. If the hub cannot be reached, a complete cached copy is
+used. Blocks: to be called in the main thread before the event loop starts.
 """
 
 import glob
@@ -23,11 +25,21 @@ from server.hub.checkpoint_trial import try_checkpoint
 from server.hub.gguf_file import checkpoint_folder, gguf_names, listed, parts_of
 from server.hub.tokenizer_file import DESCRIPTIONS, VOCABULARIES, tokenizer_path
 
-REPOSITORY = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([^:]+))?(?::(.+\.gguf))?", re.ASCII)
-SMALL_FILES = [*DESCRIPTIONS, *VOCABULARIES, "tokenizer.json", "generation_config.json", "conversion.json", "chat_template.*"]
+REPOSITORY = re.compile(
+    r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([^:]+))?(?::(.+\.gguf))?", re.ASCII
+)
+SMALL_FILES = [
+    *DESCRIPTIONS,
+    *VOCABULARIES,
+    "tokenizer.json",
+    "generation_config.json",
+    "conversion.json",
+    "chat_template.*",
+]
 WEIGHTS = ["*.safetensors", "model.safetensors.index.json", "SHA256SUMS"]
 PICKLES = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
-# Subfolders with files for other frameworks, and second copies of the weights in the authors' own format.
+# Subfolders with files for other frameworks, and second copies of the weights in the authors' own
+# format.
 IGNORED = ["*/*", "consolidated*"]
 TIMEOUT_SECONDS = 5.0
 Settings = TypeVar("Settings", bound=EngineSettings)
@@ -36,29 +48,37 @@ log = logging.getLogger("onehead")
 
 
 def resolved(settings: Settings, check: Check) -> Settings:
-    """The settings with the model's folder, after its tokenizer.json has been found, or made of a GGUF file, and been loaded
-    in a child process. All that blocks, and so must come before the event loop, which handles signals. Raises the errors of
-    `resolve`, `tokenizer_path` and `try_checkpoint`.
+    """The settings with the model's folder, after its tokenizer.json has been found, or made of a
+    GGUF file, and been loaded in a child process. All that blocks, and so must come before the
+    event loop, which handles signals. Raises the errors of `resolve`, `tokenizer_path` and
+    `try_checkpoint`.
     """
 
     def check_all(folder: Path) -> None:
         if folder.is_dir():
-            check(folder)  # Before the tokenizer: a model that cannot be served should be refused first.
+            check(
+                folder
+            )  # Before the tokenizer: a model that cannot be served should be refused first.
         tokenizer_path(folder)
 
     folder = resolve(settings.model, check=check_all)
     check_all(folder)
     try_checkpoint(folder)
-    # An engine that is started later, after a crash, must find the same folder: whatever the working directory, and a link, is by then.
+    # An engine that is started later, after a crash, must find the same folder: whatever the
+    # working directory, and a link, is by then.
     return settings.found_in(folder.resolve())
 
 
-def resolve(model: Path, weights: bool = True, pickles: bool = False, check: Check | None = None) -> Path:
-    """The folder of a model: `model` itself, the cache folder of the repository org/name[@revision] after a download, or the folder made of
-    a GGUF file: FILE.gguf, a folder's only one, or org/name[@revision]:FILE.gguf.
+def resolve(
+    model: Path, weights: bool = True, pickles: bool = False, check: Check | None = None
+) -> Path:
+    """The folder of a model: `model` itself, the cache folder of the repository org/name[@revision]
+    after a download, or the folder made of a GGUF file: FILE.gguf, a folder's only one, or
+    org/name[@revision]:FILE.gguf.
 
-    `weights`: download the weights too; `pickles`: weights in pickles where there are no others; `check`: called with the folder before
-    weights are downloaded, may refuse the model. Raises ConfigurationError or ResourceError that says what to do.
+    `weights`: download the weights too; `pickles`: weights in pickles where there are no others;
+    `check`: called with the folder before weights are downloaded, may refuse the model. Raises
+    ConfigurationError or ResourceError that says what to do.
     """
     match = REPOSITORY.fullmatch(str(model))
     if match is None or os.path.lexists(model):
@@ -71,7 +91,9 @@ def resolve(model: Path, weights: bool = True, pickles: bool = False, check: Che
         return checkpoint_folder(repository.fetch_gguf(file))
     if not weights:
         return folder
-    if check is not None and not _has_files(folder, WEIGHTS[:1]):  # With cached weights nothing is saved: the caller checks then.
+    if check is not None and not _has_files(
+        folder, WEIGHTS[:1]
+    ):  # With cached weights nothing is saved: the caller checks then.
         try:
             check(folder)
         except (ConfigurationError, CheckpointError) as error:
@@ -80,8 +102,13 @@ def resolve(model: Path, weights: bool = True, pickles: bool = False, check: Che
     if _has_files(folder, WEIGHTS[:1]):
         return folder
     if not pickles:
-        way_out = f"if it has a pytorch_model.bin, `onehead convert --model {model} --output NEW` converts it to safetensors"
-        raise ConfigurationError(f"{model}: has no weights in safetensors files, and others are not served; {way_out}")
+        way_out = (
+            f"if it has a pytorch_model.bin, `onehead convert --model {model} --output NEW` "
+            "converts it to safetensors"
+        )
+        raise ConfigurationError(
+            f"{model}: has no weights in safetensors files, and others are not served; {way_out}"
+        )
     folder = repository.fetch(SMALL_FILES + WEIGHTS + PICKLES)
     if not _has_files(folder, PICKLES[:1]):
         raise ConfigurationError(f"{model}: has neither safetensors files nor a pytorch_model.bin")
@@ -93,7 +120,9 @@ def _has_files(folder: Path, patterns: list[str]) -> bool:
 
 
 def model_id(folder: Path) -> str:
-    """A checkpoint's name in replies: the base name of its folder, or org/name if the folder is a snapshot in the hub's cache."""
+    """A checkpoint's name in replies: the base name of its folder, or org/name if the folder is a
+    snapshot in the hub's cache.
+    """
     folder = folder.resolve()
     repository = folder.parent.parent.name
     if folder.parent.name == "snapshots" and repository.startswith("models--"):
@@ -102,7 +131,9 @@ def model_id(folder: Path) -> str:
 
 
 class Repository:
-    """A repository of the hub, at its newest revision or a given one. After a failed request the hub is not asked again."""
+    """A repository of the hub, at its newest revision or a given one. After a failed request the
+    hub is not asked again.
+    """
 
     def __init__(self, name: str, revision: str | None) -> None:
         self.name = name
@@ -113,41 +144,66 @@ class Repository:
         """The names of the repository's files, once the hub has answered."""
 
     def only_gguf(self, folder: Path) -> str | None:
-        """The repository's GGUF file if its weights are that one alone, None if there are others. Raises ConfigurationError for several."""
+        """The repository's GGUF file if its weights are that one alone, None if there are others.
+        Raises ConfigurationError for several.
+        """
         names = self._names(folder)
         found = gguf_names([name for name in names if "/" not in name])
-        if not found or any(fnmatch(name, pattern) for name in names for pattern in WEIGHTS[:1] + PICKLES[:1]):
+        if not found or any(
+            fnmatch(name, pattern) for name in names for pattern in WEIGHTS[:1] + PICKLES[:1]
+        ):
             return None
         if len(found) > 1:
-            raise ConfigurationError(f"{self._full_name}: has several GGUF files; name one as {self._full_name}:FILE, of {listed(found)}")
+            raise ConfigurationError(
+                f"{self._full_name}: has several GGUF files; name one as {self._full_name}:FILE, "
+                f"of {listed(found)}"
+            )
         return found[0]
 
     def fetch_gguf(self, name: str) -> Path:
-        """The cached path of a GGUF file after a download of it, and of all parts if it is split. Raises ConfigurationError, ResourceError
-        or CheckpointError.
+        """The cached path of a GGUF file after a download of it, and of all parts if it is split.
+        Raises ConfigurationError, ResourceError or CheckpointError.
         """
         parts = parts_of(name)
         folder = self.fetch([glob.escape(part) for part in parts], [])
         if missing := [part for part in parts if not (folder / part).is_file()]:
-            raise ConfigurationError(f"{self._full_name}:{missing[0]}: no such file; there is {listed(gguf_names(self._names(folder)))}")
+            raise ConfigurationError(
+                f"{self._full_name}:{missing[0]}: no such file; there is "
+                f"{listed(gguf_names(self._names(folder)))}"
+            )
         return folder / name
 
     def _names(self, folder: Path) -> list[str]:
-        """The names of the repository's files; of those in its cache folder if the hub has not answered."""
-        return [str(path.relative_to(folder)) for path in folder.rglob("*")] if self._files is None else self._files
+        """The names of the repository's files; of those in its cache folder if the hub has not
+        answered.
+        """
+        return (
+            [str(path.relative_to(folder)) for path in folder.rglob("*")]
+            if self._files is None
+            else self._files
+        )
 
     def fetch(self, files: list[str], ignored: list[str] = IGNORED) -> Path:
-        """The cache folder with the repository's files of these patterns. Raises ConfigurationError or ResourceError."""
+        """The cache folder with the repository's files of these patterns. Raises ConfigurationError
+        or ResourceError.
+        """
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import OfflineModeIsEnabled
 
         patterns = {"allow_patterns": files, "ignore_patterns": ignored}
-        get = partial(snapshot_download, self.name, revision=self.revision, etag_timeout=TIMEOUT_SECONDS, **patterns)
+        get = partial(
+            snapshot_download,
+            self.name,
+            revision=self.revision,
+            etag_timeout=TIMEOUT_SECONDS,
+            **patterns,
+        )
         first = self._failure is None
         if self._failure is None:
             try:
                 return self._download(get)
-            except Exception as error:  # Of the library, its HTTP client or the system, which have no closer common base.
+            # Of the library, its HTTP client or the system, which have no closer common base.
+            except Exception as error:
                 self._failure = error
         try:
             folder = Path(get(local_files_only=True))
@@ -155,14 +211,21 @@ class Repository:
             raise _translated(self._full_name, self._failure) from None
         if first and not isinstance(self._failure, OfflineModeIsEnabled):
             cause = type(self._failure).__name__
-            log.warning("%s: using the copy in the hub's cache, because the hub could not be reached (%s)", self.name, cause)
+            log.warning(
+                "%s: using the copy in the hub's cache, because the hub could not be reached (%s)",
+                self.name,
+                cause,
+            )
         return folder
 
     def _download(self, get: Callable[[], str]) -> Path:
         from huggingface_hub import HfApi
 
         log.info("%s: looking it up on the Hugging Face hub", self.name)
-        for client in ("httpx", "httpx2"):  # The HTTP client logs all URLs, also signed ones that permit a download.
+        for client in (
+            "httpx",
+            "httpx2",
+        ):  # The HTTP client logs all URLs, also signed ones that permit a download.
             logging.getLogger(client).setLevel(logging.WARNING)
         with _interruptible():
             # snapshot_download sends the same request, but without a timeout.
@@ -173,7 +236,9 @@ class Repository:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Makes Ctrl-C end the process at once: KeyboardInterrupt would wait until the library's threads have finished their files."""
+    """Makes Ctrl-C end the process at once: KeyboardInterrupt would wait until the library's
+    threads have finished their files.
+    """
     previous = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
@@ -188,19 +253,41 @@ def _translated(model: str, error: Exception) -> OneheadError:
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     advice: list[tuple[type[Exception], str]] = [
-        (errors.GatedRepoError, "is gated: accept its conditions on its page, then set HF_TOKEN to a token of yours"),
-        (errors.RepositoryNotFoundError, "no such folder, and no such repository on the Hugging Face hub; for a private one set HF_TOKEN"),
+        (
+            errors.GatedRepoError,
+            "is gated: accept its conditions on its page, then set HF_TOKEN to a token of yours",
+        ),
+        (
+            errors.RepositoryNotFoundError,
+            "no such folder, and no such repository on the Hugging Face hub; for a private one "
+            "set HF_TOKEN",
+        ),
         (errors.RevisionNotFoundError, "the repository has no such revision"),
-        (errors.OfflineModeIsEnabled, "no such folder, and the hub's cache has no complete copy, and HF_HUB_OFFLINE forbids a download"),
+        (
+            errors.OfflineModeIsEnabled,
+            "no such folder, and the hub's cache has no complete copy, and HF_HUB_OFFLINE forbids "
+            "a download",
+        ),
     ]
     for kind, text in advice:
         if isinstance(error, kind):
             return ConfigurationError(f"{model}: {text}")
     if isinstance(error, errors.HfHubHTTPError):
         status = error.response.status_code
-        hint = "set HF_TOKEN to a token that may read it" if status in (401, 403) else "try again later"
-        return ConfigurationError(f"{model}: the Hugging Face hub answers with status {status}; {hint}")
+        hint = (
+            "set HF_TOKEN to a token that may read it"
+            if status in (401, 403)
+            else "try again later"
+        )
+        return ConfigurationError(
+            f"{model}: the Hugging Face hub answers with status {status}; {hint}"
+        )
     if isinstance(error, OSError) and error.errno is not None:
-        return ResourceError(f"{model}: cannot be stored: {error.strerror}; HF_HOME sets the folder of downloads")
+        return ResourceError(
+            f"{model}: cannot be stored: {error.strerror}; HF_HOME sets the folder of downloads"
+        )
     what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    return ConfigurationError(f"{model}: no such folder, and the Hugging Face hub cannot be reached or used ({what}); see HF_ENDPOINT")
+    return ConfigurationError(
+        f"{model}: no such folder, and the Hugging Face hub cannot be reached or used ({what}); "
+        "see HF_ENDPOINT"
+    )

@@ -1,1 +1,3 @@
-"""Supervision of the engine process from the API process: start, messages, health checks, restart and replay."""
+"""Supervision of the engine process from the API process: start, messages, health checks, restart
+and replay.
+"""

@@ -1,9 +1,12 @@
-"""CrashPolicy: counts engine crashes, attributes them to requests, and decides when to stop restarting the engine.
+"""CrashPolicy: counts engine crashes, attributes them to requests, and decides when to stop
+restarting the engine.
 
-A sequence that was running in SUSPECT_CRASHES crashes becomes a suspect, and the supervisor runs it alone; after CRASHES_ALONE crashes
-alone it is quarantined. A crash while nothing was running may have been caused by accepting a submission, so after several of these,
-submissions are sent one at a time. An engine that ends before it is ready is a failed load, which no request can have caused.
-Invariant: a newly generated token resets the counts of crashes, a ready engine that of failed loads. It does no I/O and reads no clock.
+A sequence that was running in SUSPECT_CRASHES crashes becomes a suspect, and the supervisor runs it
+alone; after CRASHES_ALONE crashes alone it is quarantined. A crash while nothing was running may
+have been caused by accepting a submission, so after several of these, submissions are sent one at a
+time. An engine that ends before it is ready is a failed load, which no request can have caused.
+Invariant: a newly generated token resets the counts of crashes, a ready engine that of failed
+loads. It does no I/O and reads no clock.
 """
 
 from collections.abc import Iterable
@@ -12,7 +15,8 @@ from dataclasses import dataclass
 from server.supervision.journal import OpenSequence
 
 MAX_UNATTRIBUTED_CRASHES = 3
-"""Consecutive crashes that are attributed to no request, after which the engine is not restarted."""
+"""Consecutive crashes that are attributed to no request, after which the engine is not
+restarted."""
 ONE_AT_A_TIME_CRASHES = 2
 """Consecutive unattributed crashes after which submissions are sent one at a time."""
 MIN_LOADS = 3
@@ -20,18 +24,21 @@ MIN_LOADS = 3
 MAX_CRASHES = 12
 """Consecutive crashes of any kind, without a new token, after which the engine is not restarted."""
 MAX_QUARANTINES = 3
-"""Consecutive quarantines, without a new token, after which the requests cannot be the cause and the engine is not restarted."""
+"""Consecutive quarantines, without a new token, after which the requests cannot be the cause and
+the engine is not restarted."""
 SUSPECT_CRASHES = 2
 """Crashes while a sequence was running, since its last token, that make it a suspect."""
 CRASHES_ALONE = 2
-"""Crashes while a sequence was the only one in the engine, since its last token, after which it is quarantined."""
+"""Crashes while a sequence was the only one in the engine, since its last token, after which it is
+quarantined."""
 BACKOFF_SECONDS = 0.5
-"""Seconds to wait before the restart after ONE_AT_A_TIME_CRASHES unattributed crashes in a row, and after a failed load; doubled with each
-further failed load in a row. Other restarts are immediate.
+"""Seconds to wait before the restart after ONE_AT_A_TIME_CRASHES unattributed crashes in a row, and
+after a failed load; doubled with each further failed load in a row. Other restarts are immediate.
 """
 MAX_BACKOFF_SECONDS = 8.0
 MIN_RECOVERY, LOADS = 60.0, 2.0
-"""Seconds for which open sequences wait for an engine at least, and loads: a later one reads files that are cached, but may fail once."""
+"""Seconds for which open sequences wait for an engine at least, and loads: a later one reads files
+that are cached, but may fail once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +50,21 @@ class Timeouts:
     start: float
     """An engine that is not loaded after this long is killed."""
     recovery: float | None
-    """Open sequences fail once no engine has been ready for this long; None for MIN_RECOVERY, or LOADS times the first load if that is
-    longer.
+    """Open sequences fail once no engine has been ready for this long; None for MIN_RECOVERY, or
+    LOADS times the first load if that is longer.
     """
 
     def recovery_after(self, first_load: float) -> float:
-        """The time that open sequences wait for an engine where the first one took `first_load` seconds to load."""
+        """The time that open sequences wait for an engine where the first one took `first_load`
+        seconds to load.
+        """
         return max(MIN_RECOVERY, LOADS * first_load) if self.recovery is None else self.recovery
 
 
 class CrashPolicy:
-    """Counts of crashes since the last new token; `num_quarantined` counts from the start of the server."""
+    """Counts of crashes since the last new token; `num_quarantined` counts from the start of the
+    server.
+    """
 
     def __init__(self) -> None:
         self.reset()
@@ -86,9 +97,12 @@ class CrashPolicy:
             return f"each of the last {self._quarantines} requests that the engine ran crashed it"
         return ""
 
-    def record_crash(self, sequences: Iterable[OpenSequence], one_at_a_time: bool, any_sent: bool) -> OpenSequence | None:
-        """Counts a crash, blames the sequences that were running (or that was sent, if `one_at_a_time`), and returns the sequence
-        to quarantine, if any. `any_sent`: the engine was sent a submission, which may have been cancelled since.
+    def record_crash(
+        self, sequences: Iterable[OpenSequence], one_at_a_time: bool, any_sent: bool
+    ) -> OpenSequence | None:
+        """Counts a crash, blames the sequences that were running (or that was sent, if
+        `one_at_a_time`), and returns the sequence to quarantine, if any. `any_sent`: the engine was
+        sent a submission, which may have been cancelled since.
         """
         sent = [sequence for sequence in sequences if sequence.sent]
         blamed = [sequence for sequence in sent if sequence.started or one_at_a_time]

@@ -8,7 +8,9 @@ from server import protocol
 
 
 class State(Enum):
-    """State of the engine. STARTING holds while one is loading, also after a crash; the last three are final."""
+    """State of the engine. STARTING holds while one is loading, also after a crash; the last three
+    are final.
+    """
 
     STARTING = "starting"
     READY = "ready"

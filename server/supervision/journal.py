@@ -1,6 +1,8 @@
-"""The journal of open sequences: each one's submission and every token generated so far, enough to replay it on a new engine.
+"""The journal of open sequences: each one's submission and every token generated so far, enough to
+replay it on a new engine.
 
-Invariant: the supervisor records a token before delivering it. The journal knows nothing of engine processes.
+Invariant: the supervisor records a token before delivering it. The journal knows nothing of engine
+processes.
 """
 
 from collections.abc import Callable
@@ -25,9 +27,11 @@ class OpenSequence:
     sent: bool = False
     """Whether the current engine has been sent it."""
     started: bool = False
-    """Whether the current engine has ever admitted it from its queue; a preemption changes nothing."""
+    """Whether the current engine has ever admitted it from its queue; a preemption changes
+    nothing."""
     stale: bool = False
-    """Whether the current engine was told to cancel it: until it is started again, events may belong to the cancelled run."""
+    """Whether the current engine was told to cancel it: until it is started again, events may
+    belong to the cancelled run."""
     crashes: int = 0
     """Engine crashes while it was running, since its last token."""
     crashes_alone: int = 0
@@ -36,4 +40,6 @@ class OpenSequence:
     def resubmission(self) -> protocol.Submit:
         """The submission that continues after the tokens and scores delivered so far."""
         scored = self.num_scored >= len(self.submit.prompt)
-        return msgspec.structs.replace(self.submit, output=self.output, score_prompt=self.submit.score_prompt and not scored)
+        return msgspec.structs.replace(
+            self.submit, output=self.output, score_prompt=self.submit.score_prompt and not scored
+        )

@@ -1,6 +1,7 @@
 """Number of processors this process may use, and the OpenMP environment of the engine process.
 
-Invariant: an OpenMP variable that the user set is left as it is. It knows nothing of models or requests.
+Invariant: an OpenMP variable that the user set is left as it is. It knows nothing of models or
+requests.
 """
 
 import os
@@ -11,8 +12,8 @@ from pathlib import Path
 from model.control_groups import PROC, control_groups
 
 SPIN_ITERATIONS = 14_000
-"""Iterations that an OpenMP thread spins at a barrier before it sleeps (about 0.2 ms; the default of libgomp is 300,000); see
-docs/why.md#short-spins."""
+"""Iterations that an OpenMP thread spins at a barrier before it sleeps (about 0.2 ms; the default
+of libgomp is 300,000); see docs/why.md#short-spins."""
 WAIT_VARIABLES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
 DEVICES = Path("/dev")
 STEP_SIZES = {False: (64, 512), True: (256, 4096)}
@@ -20,13 +21,21 @@ STEP_SIZES = {False: (64, 512), True: (256, 4096)}
 
 
 def available_processors(proc: Path = PROC) -> float:
-    """Processors that this process may use: its affinity mask, limited by the CPU quotas of its control groups."""
-    processors = float(len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
-    return min([processors, *(quota for folder in control_groups("cpu", proc) for quota in _quota(folder))])
+    """Processors that this process may use: its affinity mask, limited by the CPU quotas of its
+    control groups.
+    """
+    processors = float(
+        len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    )
+    return min(
+        [processors, *(quota for folder in control_groups("cpu", proc) for quota in _quota(folder))]
+    )
 
 
 def engine_threads(configured: int | None, environment: Mapping[str, str] = os.environ) -> int:
-    """CPU threads of the engine: as configured, else OMP_NUM_THREADS, else the usable processors rounded down."""
+    """CPU threads of the engine: as configured, else OMP_NUM_THREADS, else the usable processors
+    rounded down.
+    """
     if configured is not None:
         return configured
     omp = environment.get("OMP_NUM_THREADS", "")
@@ -35,14 +44,24 @@ def engine_threads(configured: int | None, environment: Mapping[str, str] = os.e
     return max(1, int(available_processors()))
 
 
-def on_gpu(device: str, devices: Path = DEVICES, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether an engine with this engine.device will be on a GPU, as far as that can be told without torch."""
+def on_gpu(
+    device: str, devices: Path = DEVICES, environment: Mapping[str, str] = os.environ
+) -> bool:
+    """Whether an engine with this engine.device will be on a GPU, as far as that can be told
+    without torch.
+    """
     hidden = environment.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
-    return device == "cuda" or (device == "auto" and not hidden and any(devices.glob("nvidia[0-9]*")))
+    return device == "cuda" or (
+        device == "auto" and not hidden and any(devices.glob("nvidia[0-9]*"))
+    )
 
 
-def step_sizes(max_running: int | None, step_tokens: int | None, device: str, devices: Path = DEVICES) -> tuple[int, int]:
-    """engine.max_running and engine.step_tokens: as configured, else by the device, and so that a step has a token for each sequence."""
+def step_sizes(
+    max_running: int | None, step_tokens: int | None, device: str, devices: Path = DEVICES
+) -> tuple[int, int]:
+    """engine.max_running and engine.step_tokens: as configured, else by the device, and so that a
+    step has a token for each sequence.
+    """
     most_running, most_tokens = STEP_SIZES[on_gpu(device, devices)]
     if max_running is None:
         max_running = most_running if step_tokens is None else min(most_running, step_tokens)
@@ -50,10 +69,12 @@ def step_sizes(max_running: int | None, step_tokens: int | None, device: str, de
 
 
 def engine_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Environment of the engine process: this one's, with short OpenMP spins unless the user configured them.
+    """Environment of the engine process: this one's, with short OpenMP spins unless the user
+    configured them.
 
-    By default libgomp threads spin for milliseconds at every barrier. If another process occupies the processor of a thread that has
-    not reached the barrier, the spinning delays it further: a step of a few hundred barriers then takes 10 to 40 times as long.
+    By default libgomp threads spin for milliseconds at every barrier. If another process occupies
+    the processor of a thread that has not reached the barrier, the spinning delays it further: a
+    step of a few hundred barriers then takes 10 to 40 times as long.
     """
     if WAIT_VARIABLES & environment.keys():
         return dict(environment)
@@ -76,4 +97,6 @@ def _unified_quota(folder: Path) -> tuple[int, int]:
 
 
 def _legacy_quota(folder: Path) -> tuple[int, int]:
-    return int((folder / "cpu.cfs_quota_us").read_text()), int((folder / "cpu.cfs_period_us").read_text())
+    return int((folder / "cpu.cfs_quota_us").read_text()), int(
+        (folder / "cpu.cfs_period_us").read_text()
+    )

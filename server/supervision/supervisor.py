@@ -1,10 +1,13 @@
-"""Supervisor: keeps an engine process running and replays every open sequence on its replacement after a crash.
+"""Supervisor: keeps an engine process running and replays every open sequence on its replacement
+after a crash.
 
-It journals each token before delivering it. When an engine exits, makes no progress or violates the protocol, it starts the next one
-and submits every open sequence again with the tokens generated so far, so streams continue at the next token. A sequence suspected of
-crashing engines is run alone, and quarantined after CRASHES_ALONE crashes while it ran alone. An engine that cannot be loaded is tried
-again until the recovery timeout. Invariant: every submitted sequence that is not cancelled gets exactly one final event, a Token with
-`finish` or a Failed. Sans-I/O: `spawn` makes engines, `tick` passes time, and all methods are called from one thread.
+It journals each token before delivering it. When an engine exits, makes no progress or violates the
+protocol, it starts the next one and submits every open sequence again with the tokens generated so
+far, so streams continue at the next token. A sequence suspected of crashing engines is run alone,
+and quarantined after CRASHES_ALONE crashes while it ran alone. An engine that cannot be loaded is
+tried again until the recovery timeout. Invariant: every submitted sequence that is not cancelled
+gets exactly one final event, a Token with `finish` or a Failed. Sans-I/O: `spawn` makes engines,
+`tick` passes time, and all methods are called from one thread.
 """
 
 import logging
@@ -29,7 +32,11 @@ class Supervisor:
     """At most one engine process at a time, and the journal of open sequences."""
 
     def __init__(
-        self, spawn: Spawn, on_state: Callable[[State], None], on_event: Callable[[EngineEvent], None], timeouts: Timeouts
+        self,
+        spawn: Spawn,
+        on_state: Callable[[State], None],
+        on_event: Callable[[EngineEvent], None],
+        timeouts: Timeouts,
     ) -> None:
         self._spawn = spawn
         self._on_state = on_state
@@ -59,8 +66,8 @@ class Supervisor:
         self._one_at_a_time = False
         """Whether the next sequence is sent only once the engine runs all those sent before."""
         self._last_open_id = 0
-        """The last id when this engine became ready. Sequences up to it may have crashed an engine when they were submitted, so
-        one-at-a-time mode lasts until each of them runs or has ended.
+        """The last id when this engine became ready. Sequences up to it may have crashed an engine
+        when they were submitted, so one-at-a-time mode lasts until each of them runs or has ended.
         """
         self.state = State.STARTING
         self.reason = ""
@@ -71,7 +78,9 @@ class Supervisor:
     @property
     def recovery_overdue(self) -> bool:
         """Whether there has been no ready engine for longer than a request should wait for one."""
-        return self.ready is not None and self._down_seconds >= self._timeouts.recovery_after(self._first_load)
+        return self.ready is not None and self._down_seconds >= self._timeouts.recovery_after(
+            self._first_load
+        )
 
     @property
     def absence(self) -> str:
@@ -85,18 +94,35 @@ class Supervisor:
         if self.state is not State.STARTING:
             return str(self.state.value)
         phase = self._phase or "starting"
-        return f"restarting after the engine {self._crash_reason}: {phase}" if self._crash_reason else phase
+        return (
+            f"restarting after the engine {self._crash_reason}: {phase}"
+            if self._crash_reason
+            else phase
+        )
 
     def start(self) -> None:
-        """Spawns an engine under a new epoch; messages of older epochs are ignored. Raises OSError."""
+        """Spawns an engine under a new epoch; messages of older epochs are ignored. Raises
+        OSError.
+        """
         self._epoch += 1
         epoch = self._epoch
-        self._kill_reason, self._progress, self._any_sent, self._is_loaded, self._is_refused = "", -1, False, False, False
+        self._kill_reason, self._progress, self._any_sent, self._is_loaded, self._is_refused = (
+            "",
+            -1,
+            False,
+            False,
+            False,
+        )
         self._silent_seconds = self._ready_seconds = self._loading_seconds = 0.0
-        self._engine = self._spawn(lambda message: self._on_message(epoch, message), lambda status: self._on_exit(epoch, status))
+        self._engine = self._spawn(
+            lambda message: self._on_message(epoch, message),
+            lambda status: self._on_exit(epoch, status),
+        )
 
     def submit(self, submit: protocol.Submit, deliver: Callable[[SequenceEvent], None]) -> int:
-        """Journals a sequence and sends it to the engine now or when one is ready. Returns its id, which replaces the one in `submit`."""
+        """Journals a sequence and sends it to the engine now or when one is ready. Returns its id,
+        which replaces the one in `submit`.
+        """
         self._next_id += 1
         if self.state not in LIVE:
             deliver(protocol.Failed(self._next_id, self.reason, code="engine_unavailable"))
@@ -128,7 +154,9 @@ class Supervisor:
                 self._engine.send(protocol.Shutdown())
 
     def tick(self, elapsed: float) -> None:
-        """Advances time by `elapsed` seconds, not counting time in which this process itself was suspended."""
+        """Advances time by `elapsed` seconds, not counting time in which this process itself was
+        suspended.
+        """
         if self.state is State.READY:
             self._silent_seconds += elapsed
             self._ready_seconds += elapsed
@@ -210,15 +238,21 @@ class Supervisor:
         self._on_event(message)
 
     def _on_report(self, report: protocol.Heartbeat | protocol.CacheView) -> None:
-        """Any heartbeat shows that an idle engine is alive; an engine with work must show progress."""
+        """Any heartbeat shows that an idle engine is alive; an engine with work must show
+        progress.
+        """
         if isinstance(report, protocol.Heartbeat):
-            if report.progress != self._progress or not any(sequence.sent for sequence in self.open.values()):
+            if report.progress != self._progress or not any(
+                sequence.sent for sequence in self.open.values()
+            ):
                 self._silent_seconds = 0.0
             self._progress = report.progress
         self._on_event(report)
 
     def _on_token(self, token: protocol.Token) -> None:
-        """Journals and delivers a token if it is the next one of an open sequence; kills an engine that skipped some."""
+        """Journals and delivers a token if it is the next one of an open sequence; kills an engine
+        that skipped some.
+        """
         sequence = self.open.get(token.id)
         if sequence is None or sequence.stale or token.index < len(sequence.output):
             return
@@ -226,7 +260,10 @@ class Supervisor:
             self._kill(f"sent a token of sequence {token.id} before its prompt scores")
             return
         if token.index > len(sequence.output):
-            self._kill(f"skipped tokens of sequence {token.id}: expected token {len(sequence.output)}, got token {token.index}")
+            self._kill(
+                f"skipped tokens of sequence {token.id}: expected token {len(sequence.output)}, "
+                f"got token {token.index}"
+            )
             return
         self.crash_policy.reset()
         sequence.crashes = sequence.crashes_alone = 0
@@ -238,12 +275,17 @@ class Supervisor:
         self._end_isolation(sequence)
 
     def _on_scores(self, message: protocol.PromptScores) -> None:
-        """Delivers the scores that are new: a replacement engine sends them from the first again."""
+        """Delivers the scores that are new: a replacement engine sends them from the first
+        again.
+        """
         sequence = self.open.get(message.id)
         if sequence is None or sequence.stale:
             return
         if message.first > sequence.num_scored:
-            self._kill(f"skipped prompt scores of sequence {message.id}: expected {sequence.num_scored}, got {message.first}")
+            self._kill(
+                f"skipped prompt scores of sequence {message.id}: expected {sequence.num_scored}, "
+                f"got {message.first}"
+            )
             return
         new = message.scores[sequence.num_scored - message.first :]
         if new:
@@ -259,7 +301,9 @@ class Supervisor:
             self._continue_one_at_a_time()
 
     def _kill(self, reason: str) -> None:
-        """Kills the engine and ignores its messages. The next one is spawned when this one has exited, so that two never run at once."""
+        """Kills the engine and ignores its messages. The next one is spawned when this one has
+        exited, so that two never run at once.
+        """
         self._kill_reason = self._crash_reason = reason
         self._set_state(State.STARTING)
         assert self._engine is not None
@@ -268,16 +312,25 @@ class Supervisor:
     def _on_exit(self, epoch: int, status: int) -> None:
         if epoch != self._epoch or self.state not in LIVE:
             return
-        self._crash_reason = self._kill_reason or f"ended with status {status}{'' if self._is_loaded else ' while it was loaded'}"
+        self._crash_reason = (
+            self._kill_reason
+            or f"ended with status {status}{'' if self._is_loaded else ' while it was loaded'}"
+        )
         log.error("the engine %s; %d sequences are open", self._crash_reason, len(self.open))
         if not self._is_loaded:
             self._on_failed_load()
             return
-        culprit = self.crash_policy.record_crash(self.open.values(), self._one_at_a_time or self._isolated is not None, self._any_sent)
+        culprit = self.crash_policy.record_crash(
+            self.open.values(), self._one_at_a_time or self._isolated is not None, self._any_sent
+        )
         self._engine, self._kill_reason, self._isolated, self._phase = None, "", None, ""
         self._epoch += 1
         if culprit is not None:
-            log.error("sequence %d is quarantined: it crashed the engine %d times", culprit.submit.id, culprit.crashes)
+            log.error(
+                "sequence %d is quarantined: it crashed the engine %d times",
+                culprit.submit.id,
+                culprit.crashes,
+            )
             reason = "this request crashed the engine more than once and will not be retried"
             self._on_failed(protocol.Failed(culprit.submit.id, reason, code="request_quarantined"))
         for sequence in self.open.values():
@@ -288,13 +341,22 @@ class Supervisor:
             self._restart()
 
     def _on_failed_load(self) -> None:
-        """Tries again after a pause that grows; gives up after the recovery timeout, or where no engine was ever ready."""
+        """Tries again after a pause that grows; gives up after the recovery timeout, or where no
+        engine was ever ready.
+        """
         self._engine, self._kill_reason, self._phase = None, "", ""
         self._epoch += 1
         self.crash_policy.failed_loads += 1
-        if self.crash_policy.failed_loads >= MIN_LOADS and (self.ready is None or self.recovery_overdue):
-            reason = f"{self.crash_policy.failed_loads} engines in a row did not get ready; the last one {self._crash_reason}"
-            self._end(State.REFUSED if self._is_refused else State.GAVE_UP, reason, "engine_unavailable")
+        if self.crash_policy.failed_loads >= MIN_LOADS and (
+            self.ready is None or self.recovery_overdue
+        ):
+            reason = (
+                f"{self.crash_policy.failed_loads} engines in a row did not get ready; the "
+                f"last one {self._crash_reason}"
+            )
+            self._end(
+                State.REFUSED if self._is_refused else State.GAVE_UP, reason, "engine_unavailable"
+            )
         else:
             self._restart()
 
@@ -314,28 +376,53 @@ class Supervisor:
 
     def _dispatch(self) -> None:
         """Sends the first suspect alone if there is one, otherwise every open sequence."""
-        suspects = [sequence for sequence in self.open.values() if sequence.crashes >= SUSPECT_CRASHES]
+        suspects = [
+            sequence for sequence in self.open.values() if sequence.crashes >= SUSPECT_CRASHES
+        ]
         self._isolated = suspects[0] if suspects else None
         self._send_next(suspects[:1] or list(self.open.values()))
 
     def _send_next(self, sequences: list[OpenSequence]) -> None:
-        """Sends the sequences that the engine does not have; in one-at-a-time mode the first of them, once all those sent are running."""
+        """Sends the sequences that the engine does not have; in one-at-a-time mode the first of
+        them, once all those sent are running.
+        """
         unsent = [sequence for sequence in sequences if not sequence.sent]
         if self._one_at_a_time and unsent:
             starting = any(other.sent and not other.started for other in self.open.values())
-            unsent = [] if starting else [min(unsent, key=lambda sequence: (sequence.submit.share.rank, sequence.submit.id))]
+            unsent = (
+                []
+                if starting
+                else [
+                    min(
+                        unsent,
+                        key=lambda sequence: (sequence.submit.share.rank, sequence.submit.id),
+                    )
+                ]
+            )
         for sequence in unsent:
             self._send(sequence)
 
     def _continue_one_at_a_time(self) -> None:
-        """In one-at-a-time mode: ends the mode if each sequence up to `_last_open_id` runs, and sends what may be sent now."""
-        if self._one_at_a_time and self._engine is not None and self.state is State.READY and self._isolated is None:
-            untried = (id <= self._last_open_id and not sequence.started for id, sequence in self.open.items())
+        """In one-at-a-time mode: ends the mode if each sequence up to `_last_open_id` runs, and
+        sends what may be sent now.
+        """
+        if (
+            self._one_at_a_time
+            and self._engine is not None
+            and self.state is State.READY
+            and self._isolated is None
+        ):
+            untried = (
+                id <= self._last_open_id and not sequence.started
+                for id, sequence in self.open.items()
+            )
             self._one_at_a_time = self.crash_policy.one_at_a_time or any(untried)
             self._send_next(list(self.open.values()))
 
     def _end_isolation(self, sequence: OpenSequence) -> None:
-        """If `sequence` is the suspect that runs alone: it made progress or ended, so the next suspect is sent, or every sequence."""
+        """If `sequence` is the suspect that runs alone: it made progress or ended, so the next
+        suspect is sent, or every sequence.
+        """
         if sequence is self._isolated and self.state is State.READY:
             self._cancel_in_engine(sequence)
             self._dispatch()

@@ -1,8 +1,8 @@
 """EngineProcess: starts an engine process, and sends and receives its messages over a pipe.
 
-The event loop reads. A thread writes, because writing to a stopped engine blocks; after the last message it waits for the process to
-exit.
-Invariant: every message is delivered in order, then the exit status, once. It knows nothing of requests.
+The event loop reads. A thread writes, because writing to a stopped engine blocks; after the last
+message it waits for the process to exit. Invariant: every message is delivered in order, then the
+exit status, once. It knows nothing of requests.
 """
 
 import asyncio
@@ -44,14 +44,19 @@ class Frames:
         self._data = bytearray()
 
     def push(self, data: bytes) -> Iterator[protocol.FromEngine]:
-        """Adds bytes and yields the messages they complete. Raises MsgspecError for an invalid message, ValueError for one too long."""
+        """Adds bytes and yields the messages they complete. Raises MsgspecError for an invalid
+        message, ValueError for one too long.
+        """
         self._data += data
         begin = 0
         try:
             while len(self._data) >= begin + _LENGTH.size:
                 (length,) = _LENGTH.unpack_from(self._data, begin)
                 if not 0 <= length <= protocol.MAX_FRAME_BYTES:
-                    raise ValueError(f"a message of {length} bytes, at most {protocol.MAX_FRAME_BYTES} are allowed")
+                    raise ValueError(
+                        f"a message of {length} bytes, at most {protocol.MAX_FRAME_BYTES} are "
+                        "allowed"
+                    )
                 end = begin + _LENGTH.size + length
                 if len(self._data) < end:
                     break
@@ -63,17 +68,20 @@ class Frames:
 
 
 class EngineProcess:
-    """An engine process, which is sent its Start at once. `grammars`: the channel over which it asks for processes that follow constraints.
-    Raises OSError.
+    """An engine process, which is sent its Start at once. `grammars`: the channel over which it
+    asks for processes that follow constraints. Raises OSError.
     """
 
     def __init__(self, start: protocol.Start, grammars: socket.socket) -> None:
         self._outbox: queue.SimpleQueue[protocol.ToEngine | None] = queue.SimpleQueue()
         self._frames = Frames()
         self._pipe, theirs = Pipe(duplex=True)
-        with theirs:  # The child holds the only copy afterwards, so the pipe ends when the child does.
+        with (
+            theirs
+        ):  # The child holds the only copy afterwards, so the pipe ends when the child does.
             descriptors = theirs.fileno(), grammars.fileno()
-            # A process group of its own: Ctrl-C in a terminal must reach only this process, which drains first.
+            # A process group of its own: Ctrl-C in a terminal must reach only this process, which
+            # drains first.
             self.process = subprocess.Popen(
                 child_command(ENGINE_MODULE, *map(str, descriptors)),
                 pass_fds=descriptors,
@@ -85,8 +93,12 @@ class EngineProcess:
         with contextlib.suppress(OSError):  # It has exited, which `listen` finds.
             self._pipe.send_bytes(protocol.encode(start))
 
-    def listen(self, on_message: Callable[[protocol.FromEngine], None], on_exit: Callable[[int], None]) -> None:
-        """From now on `on_message` gets each message, then `on_exit` the exit status; both are called on the event loop. Raises OSError."""
+    def listen(
+        self, on_message: Callable[[protocol.FromEngine], None], on_exit: Callable[[int], None]
+    ) -> None:
+        """From now on `on_message` gets each message, then `on_exit` the exit status; both are
+        called on the event loop. Raises OSError.
+        """
         self._loop = asyncio.get_running_loop()
         self._on_message = on_message
         self._on_exit = on_exit
@@ -94,7 +106,9 @@ class EngineProcess:
         self._socket = socket.fromfd(self._pipe.fileno(), socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             threading.Thread(target=self._write, daemon=True).start()
-        except RuntimeError as error:  # The thread limit is reached; reported like a process that cannot be spawned.
+        except (
+            RuntimeError
+        ) as error:  # The thread limit is reached; reported like a process that cannot be spawned.
             self.process.kill()
             raise OSError(errno.EAGAIN, "no thread can be started") from error
         self._loop.add_reader(self._socket, self._read)
@@ -135,7 +149,8 @@ class EngineProcess:
             log.error("the engine sent an invalid message: %s", error)
             data = b""
         if not data:
-            # It has exited or violates the protocol. An engine that is exiting gets EXIT_SECONDS to leave its own exit status.
+            # It has exited or violates the protocol. An engine that is exiting gets EXIT_SECONDS to
+            # leave its own exit status.
             self._loop.remove_reader(self._socket)
             self._socket.close()
             self._loop.call_later(EXIT_SECONDS, self.kill)
@@ -144,13 +159,17 @@ class EngineProcess:
     def _deliver(self, message: protocol.FromEngine) -> None:
         try:
             self._on_message(message)
-        except Exception:  # The messages after this one belong to other requests and are still delivered.
+        except (
+            Exception
+        ):  # The messages after this one belong to other requests and are still delivered.
             log.exception("a message from the engine could not be handled")
 
     def _write(self) -> None:
         try:
             while (message := self._outbox.get()) is not None:
-                with contextlib.suppress(OSError):  # The engine has exited; the reading side detects that.
+                with contextlib.suppress(
+                    OSError
+                ):  # The engine has exited; the reading side detects that.
                     self._pipe.send_bytes(protocol.encode(message))
         except Exception:
             log.exception("a message to the engine could not be sent")

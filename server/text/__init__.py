@@ -1,1 +1,3 @@
-"""Text on the API side: tokenizer, detokenizer, chat templates, fill-in-the-middle prompts, grammars. Imports no torch."""
+"""Text on the API side: tokenizer, detokenizer, chat templates, fill-in-the-middle prompts,
+grammars. Imports no torch.
+"""

@@ -1,7 +1,7 @@
 """Converts chat messages to a prompt with the checkpoint's chat template, in Jinja's sandbox.
 
-Invariant: the template is untrusted code and receives plain data only; messages are untrusted text, and only the template can write
-special tokens and the marks of roles. It knows nothing of requests.
+Invariant: the template is untrusted code and receives plain data only; messages are untrusted text,
+and only the template can write special tokens and the marks of roles. It knows nothing of requests.
 """
 
 import contextlib
@@ -43,12 +43,20 @@ class ChatTemplate:
         self._codec = codec
 
     def trial(self) -> bool:
-        """Renders conversations as large as those that may be rendered in the API process; whether each takes little time."""
+        """Renders conversations as large as those that may be rendered in the API process; whether
+        each takes little time.
+        """
         text = "lorem ipsum dolor sit amet consectetur adipiscing elit sed do "
-        system, user, assistant = ({"role": role, "content": text} for role in ("system", "user", "assistant"))
+        system, user, assistant = (
+            {"role": role, "content": text} for role in ("system", "user", "assistant")
+        )
         conversations = ([user], [system, user], [user, assistant] * (MAX_CHEAP_MESSAGES // 2))
-        # The lesser of two: the first rendering compiles the template, and a busy machine makes any one slow.
-        return all(min(self._seconds(messages), self._seconds(messages)) <= CHEAP_SECONDS for messages in conversations)
+        # The lesser of two: the first rendering compiles the template, and a busy machine makes any
+        # one slow.
+        return all(
+            min(self._seconds(messages), self._seconds(messages)) <= CHEAP_SECONDS
+            for messages in conversations
+        )
 
     def _seconds(self, messages: list[dict[str, Any]]) -> float:
         began = time.process_time()
@@ -65,7 +73,9 @@ class ChatTemplate:
     def compiled(self) -> Template:
         """Raises ConfigurationError if it is not valid Jinja, or cannot be compiled."""
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", GenerationTag],
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
@@ -74,12 +84,17 @@ class ChatTemplate:
             return environment.from_string(self._codec.files.chat_template or "")
         except TemplateSyntaxError as error:
             reason = f"is not Jinja at line {error.lineno}"
-        except Exception as error:  # Jinja writes Python, which Python may refuse: too many levels, a lone surrogate.
+        # Jinja writes Python, which Python may refuse: too many levels, a lone surrogate.
+        except Exception as error:
             reason = f"cannot be compiled ({type(error).__name__})"
-        raise ConfigurationError(f"{self._codec.files.chat_template_place}: the chat template {reason}")
+        raise ConfigurationError(
+            f"{self._codec.files.chat_template_place}: the chat template {reason}"
+        )
 
     def turn_end(self) -> int | None:
-        """The added token that the template writes after an answer, which ends the model's turn; None where it writes none there."""
+        """The added token that the template writes after an answer, which ends the model's turn;
+        None where it writes none there.
+        """
         answer = _nonce()
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
         try:
@@ -96,41 +111,62 @@ class ChatTemplate:
         return sorted(name for name in find_undeclared_variables(parsed) if len(name) <= 64)[:256]
 
     def around(self, given: ChatInput) -> tuple[list[int], str]:
-        """Token ids of a conversation up to the end of its last message, and the text that the template writes after that: more text of
-        the message may stand between them. Raises InvalidRequest as `encode` does.
+        """Token ids of a conversation up to the end of its last message, and the text that the
+        template writes after that: more text of the message may stand between them. Raises
+        InvalidRequest as `encode` does.
         """
         place, last = _nonce(), given.messages[-1]
-        text = self.render(replace(given, messages=[*given.messages[:-1], last | {"content": last["content"] + place}]))
+        text = self.render(
+            replace(
+                given, messages=[*given.messages[:-1], last | {"content": last["content"] + place}]
+            )
+        )
         if text.count(place) != 1:
-            raise InvalidRequest("the model's chat template does not write the last message once, as it is", param="messages")
+            raise InvalidRequest(
+                "the model's chat template does not write the last message once, as it is",
+                param="messages",
+            )
         return self.encode(replace(given, continues=True)), text.partition(place)[2]
 
     def encode(self, given: ChatInput) -> list[int]:
-        """Token ids of a conversation. Raises InvalidRequest if there is no template or it refuses the messages.
+        """Token ids of a conversation. Raises InvalidRequest if there is no template or it refuses
+        the messages.
 
-        No text of a message, a tool or a variable becomes a special token, or another added token that the template writes: neither as it
-        stands, nor as the template's filters or the tokenizer's normalizer change it. The conversation has the marks (such tokens, in
-        their order) that it has with harmless text in its place; if not, marks spelt in messages are put aside; if it still has others,
-        it is refused.
+        No text of a message, a tool or a variable becomes a special token, or another added token
+        that the template writes: neither as it stands, nor as the template's filters or the
+        tokenizer's normalizer change it. The conversation has the marks (such tokens, in their
+        order) that it has with harmless text in its place; if not, marks spelt in messages are put
+        aside; if it still has others, it is refused.
         """
         ids = self._codec.encode_bare(self.render(given))
         harmless = given.changed(self._harmless)
         if harmless == given:
             return ids
         expected = self._codec.encode_bare(self.render(harmless))
-        # A template may write a mark in parts, so that its source does not contain it. Added words are no marks.
-        marks = self._codec.mark_ids | {id for id in set(expected) & self._codec.added.keys() if not self._codec.added[id].isalnum()}
+        # A template may write a mark in parts, so that its source does not contain it. Added words
+        # are no marks.
+        marks = self._codec.mark_ids | {
+            id
+            for id in set(expected) & self._codec.added.keys()
+            if not self._codec.added[id].isalnum()
+        }
         wanted = [id for id in expected if id in marks]
         if [id for id in ids if id in marks] == wanted:
             return ids
         aside = _Aside(self._codec, marks)
         ids, written = aside.encode(self.render(given.changed(aside.put)))
         if written != wanted:
-            raise InvalidRequest("the model's chat template makes special tokens of text in these messages; remove it", param="messages")
+            raise InvalidRequest(
+                "the model's chat template makes special tokens of text in these messages; remove "
+                "it",
+                param="messages",
+            )
         return ids
 
     def _harmless(self, text: str) -> str:
-        """Text that has no character with which a mark begins, or from which a normalizer or a filter could make one."""
+        """Text that has no character with which a mark begins, or from which a normalizer or a
+        filter could make one.
+        """
         suspect, filler = self._suspect
         return suspect.sub(filler, text)
 
@@ -138,36 +174,68 @@ class ChatTemplate:
     def _suspect(self) -> tuple[re.Pattern[str], str]:
         """What `_harmless` replaces, and a letter that belongs to no mark."""
         texts = [text for id, text in self._codec.added.items() if id in self._codec.mark_ids]
-        first = {next((letter for letter in text if not letter.isalnum() and not letter.isspace()), text.strip()[0]) for text in texts}
-        filler = next((letter for letter in string.ascii_lowercase if not any(letter in text for text in texts)), "x")
+        first = {
+            next(
+                (letter for letter in text if not letter.isalnum() and not letter.isspace()),
+                text.strip()[0],
+            )
+            for text in texts
+        }
+        filler = next(
+            (
+                letter
+                for letter in string.ascii_lowercase
+                if not any(letter in text for text in texts)
+            ),
+            "x",
+        )
         return re.compile(rf"[<&{re.escape(''.join(sorted(first)))}]|[^\x00-\x7f\s]"), filler
 
     def render(self, given: ChatInput) -> str:
-        """The text of a conversation. Raises InvalidRequest if there is no template or it refuses the messages."""
+        """The text of a conversation. Raises InvalidRequest if there is no template or it refuses
+        the messages.
+        """
         files = self._codec.files
         if files.chat_template is None:
-            ways_out = "give the server one with --server.chat_template FILE, or send a prompt to /v1/completions"
+            ways_out = (
+                "give the server one with --server.chat_template FILE, or send a prompt to "
+                "/v1/completions"
+            )
             raise InvalidRequest(f"this model has no chat template; {ways_out}", param="messages")
-        tokens: dict[str, Any] = {key: files.special_token(key) or "" for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
+        tokens: dict[str, Any] = {
+            key: files.special_token(key) or ""
+            for key in ("bos_token", "eos_token", "unk_token", "pad_token")
+        }
         end = _nonce() if given.continues else ""
         variables = {"tools": given.tools or None, "documents": None, **tokens, **given.variables}
         variables["add_generation_prompt"] = given.add_generation_prompt
         try:
             prompt = self._written(given, files.chat_template, variables, end)
         except Refusal as error:
-            raise InvalidRequest(f"the model's chat template refuses these messages: {error}", param="messages") from None
+            raise InvalidRequest(
+                f"the model's chat template refuses these messages: {error}", param="messages"
+            ) from None
         except MemoryError:
             raise
         except Exception as error:
-            # The template may raise anything; the log gets the error's type alone, since its text may hold messages.
+            # The template may raise anything; the log gets the error's type alone, since its text
+            # may hold messages.
             log.warning("the chat template failed with %s", type(error).__name__)
-            raise InvalidRequest("the model's chat template cannot be applied to these messages", param="messages") from None
+            raise InvalidRequest(
+                "the model's chat template cannot be applied to these messages", param="messages"
+            ) from None
         if end not in prompt:
-            text = "the model's chat template does not write the last message's text as it is, so that it cannot be continued"
+            text = (
+                "the model's chat template does not write the last message's text as it is, so "
+                "that it cannot be continued"
+            )
             raise InvalidRequest(text, param="continue_final_message")
         prompt = prompt[: prompt.rfind(end)] if end else prompt
         if len(prompt) > MAX_PROMPT_CHARS:
-            raise InvalidRequest(f"the messages make a prompt of more than {MAX_PROMPT_CHARS} characters", param="messages")
+            raise InvalidRequest(
+                f"the messages make a prompt of more than {MAX_PROMPT_CHARS} characters",
+                param="messages",
+            )
         return prompt
 
     def _written(self, given: ChatInput, source: str, variables: dict[str, Any], end: str) -> str:
@@ -190,7 +258,9 @@ class ChatTemplate:
 
 
 class GenerationTag(Extension):
-    """{% generation %} .. {% endgeneration %}, which marks the assistant's text for training: rendered as its content."""
+    """{% generation %} .. {% endgeneration %}, which marks the assistant's text for training:
+    rendered as its content.
+    """
 
     tags = {"generation"}  # noqa: RUF012  (as the base class has it)
 
@@ -208,10 +278,18 @@ def _raise_exception(message: str) -> None:
 
 
 def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
 ) -> str:
-    """The `tojson` filter of transformers. Jinja's own filter escapes HTML characters and takes fewer arguments."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    """The `tojson` filter of transformers. Jinja's own filter escapes HTML characters and takes
+    fewer arguments.
+    """
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _strftime_now(format: str) -> str:
@@ -224,7 +302,9 @@ def _nonce() -> str:
 
 
 class _Aside:
-    """Marks spelt in the messages of one conversation: each is replaced by a random number before rendering, and read as text after it."""
+    """Marks spelt in the messages of one conversation: each is replaced by a random number before
+    rendering, and read as text after it.
+    """
 
     def __init__(self, codec: TextCodec, marks: Set[int]) -> None:
         self._codec = codec
@@ -234,7 +314,11 @@ class _Aside:
 
     def put(self, text: str) -> str:
         """The text with every mark that the tokenizer finds in it replaced."""
-        spans = [(start, end) for id, start, end in self._codec.encode_with_offsets(text, with_post_processor=False) if id in self._marks]
+        spans = [
+            (start, end)
+            for id, start, end in self._codec.encode_with_offsets(text, with_post_processor=False)
+            if id in self._marks
+        ]
         parts, at = [], 0
         for start, end in spans:
             parts += [text[at:start], f"{self._nonce}{len(self._texts):08}"]
@@ -243,8 +327,12 @@ class _Aside:
         return "".join([*parts, text[at:]])
 
     def encode(self, prompt: str) -> tuple[list[int], list[int]]:
-        """Token ids of the rendered conversation, and the marks among them that the template wrote."""
-        plain = {text: self._codec.encode_plain(text, self._marks) for text in dict.fromkeys(self._texts)}
+        """Token ids of the rendered conversation, and the marks among them that the template
+        wrote.
+        """
+        plain = {
+            text: self._codec.encode_plain(text, self._marks) for text in dict.fromkeys(self._texts)
+        }
         ids: list[int] = []
         written: list[int] = []
         for number, part in enumerate(re.split(rf"{self._nonce}(\d{{8}})", prompt)):

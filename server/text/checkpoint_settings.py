@@ -1,6 +1,7 @@
 """Reads special tokens, the chat template and sampling defaults from a checkpoint folder.
 
-Invariant: a missing file counts as empty; an invalid one raises CheckpointError that names it, and the field. It knows no tokenizer.
+Invariant: a missing file counts as empty; an invalid one raises CheckpointError that names it, and
+the field. It knows no tokenizer.
 """
 
 import reprlib
@@ -19,7 +20,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "typical_p": (1e-6, 1.0),
     "repetition_penalty": (0.01, 10.0),
 }
-"""The sampling defaults that are read of generation_config.json, with the bounds of requests. One with integer bounds is an integer."""
+"""The sampling defaults that are read of generation_config.json, with the bounds of requests. One
+with integer bounds is an integer."""
 
 
 def _given(template: Path) -> tuple[str, str | None]:
@@ -28,34 +30,50 @@ def _given(template: Path) -> tuple[str, str | None]:
 
 
 class CheckpointFiles:
-    """tokenizer_config.json, generation_config.json and the chat template of one folder, or `template` in place of that; all are read at
-    once. Raises CheckpointError.
+    """tokenizer_config.json, generation_config.json and the chat template of one folder, or
+    `template` in place of that; all are read at once. Raises CheckpointError.
     """
 
     def __init__(self, folder: Path, template: Path | None = None) -> None:
         self._folder = folder
         self._tokenizer = read_object(folder / "tokenizer_config.json", MOST_LIST_BYTES) or {}
-        self.chat_template_place, source = self._template() if template is None else _given(template)
+        self.chat_template_place, source = (
+            self._template() if template is None else _given(template)
+        )
         self.generation = read_object(folder / "generation_config.json", MOST_CONFIG_BYTES) or {}
         """generation_config.json, unchecked."""
-        if (source is not None or template is not None) and (not isinstance(source, str) or len(source) > MAX_TEMPLATE_CHARS):
-            raise CheckpointError(f"{self.chat_template_place}: expected a text of up to {MAX_TEMPLATE_CHARS} characters")
+        if (source is not None or template is not None) and (
+            not isinstance(source, str) or len(source) > MAX_TEMPLATE_CHARS
+        ):
+            raise CheckpointError(
+                f"{self.chat_template_place}: expected a text of up to {MAX_TEMPLATE_CHARS} "
+                "characters"
+            )
         self.chat_template: str | None = source
-        """The template's source. Errors of it begin with `chat_template_place`, its file and field."""
-        self.sampling_defaults = {key: self._number(key, value) for key in BOUNDS if (value := self.generation.get(key)) is not None}
+        """The template's source. Errors of it begin with `chat_template_place`, its file and
+        field."""
+        self.sampling_defaults = {
+            key: self._number(key, value)
+            for key in BOUNDS
+            if (value := self.generation.get(key)) is not None
+        }
         """The sampling parameters in generation_config.json, by name."""
         self.eos_token = self.special_token("eos_token")
         self.response_template = self._tokenizer.get("response_template")
         """How replies are to be parsed, in the form of transformers; unchecked."""
 
     def special_token(self, key: str) -> str | None:
-        """The text of `bos_token`, `eos_token` or another special token, given as a string or an object."""
+        """The text of `bos_token`, `eos_token` or another special token, given as a string or an
+        object.
+        """
         token = self._tokenizer.get(key)
         content = token.get("content") if isinstance(token, dict) else token
         return content if isinstance(content, str) else None
 
     def _template(self) -> tuple[str, Any]:
-        """(file and field, value) of chat_template.jinja, chat_template.json or tokenizer_config.json; of several named ones, `default`."""
+        """(file and field, value) of chat_template.jinja, chat_template.json or
+        tokenizer_config.json; of several named ones, `default`.
+        """
         path = self._folder / "chat_template.jinja"
         template: Any = read_text(path, MOST_CONFIG_BYTES)
         if template is not None:
@@ -66,7 +84,11 @@ class CheckpointFiles:
             path, values = self._folder / "tokenizer_config.json", self._tokenizer
         template = values.get("chat_template")
         if isinstance(template, list):
-            default = (entry.get("template") for entry in template if isinstance(entry, dict) and entry.get("name") == "default")
+            default = (
+                entry.get("template")
+                for entry in template
+                if isinstance(entry, dict) and entry.get("name") == "default"
+            )
             template = next(default, None)
         return f"{path}: chat_template", template
 
@@ -76,5 +98,8 @@ class CheckpointFiles:
         types = int if isinstance(least, int) else int | float
         if isinstance(value, bool) or not isinstance(value, types) or not least <= value <= most:
             path = self._folder / "generation_config.json"
-            raise CheckpointError(f"{path}: {key} must be {kind} within {least} and {most}, found {reprlib.repr(value)}")
+            raise CheckpointError(
+                f"{path}: {key} must be {kind} within {least} and {most}, found "
+                f"{reprlib.repr(value)}"
+            )
         return value

@@ -1,6 +1,7 @@
 """A conversation as a chat template receives it, and its form for templates that know no tools.
 
-Invariant: roles are fixed words; all else is text of clients, and is changed as a whole. Of a template it reads only the source text.
+Invariant: roles are fixed words; all else is text of clients, and is changed as a whole. Of a
+template it reads only the source text.
 """
 
 import json
@@ -24,27 +25,36 @@ class ChatInput(msgspec.Struct, frozen=True):
     continues: bool = False
     """Whether the prompt ends with the text of the last message."""
     describes: bool = True
-    """Whether tools are described to the model by a message where the template does not write them."""
+    """Whether tools are described to the model by a message where the template does not write
+    them."""
 
     @property
     def has_calls(self) -> bool:
         """Whether messages hold calls or their results."""
-        return any(message["role"] == "tool" or "tool_calls" in message for message in self.messages)
+        return any(
+            message["role"] == "tool" or "tool_calls" in message for message in self.messages
+        )
 
     def changed(self, change: Callable[[str], str]) -> "ChatInput":
         """The input with all of its texts changed but the roles of messages."""
-        messages = [_changed(message, change) | {"role": message["role"]} for message in self.messages]
+        messages = [
+            _changed(message, change) | {"role": message["role"]} for message in self.messages
+        ]
         tools, variables = _changed(self.tools, change), _changed(self.variables, change)
         return msgspec.structs.replace(self, messages=messages, tools=tools, variables=variables)
 
     def adapted(self, source: str) -> list[Message]:
         """The messages for a template. Where its source does not name `developer`, that role is
-        `system`. What it does not name of tools, calls and results becomes text: tools are described at
-        the beginning of the conversation, calls are written as JSON, results are messages of the user.
+        `system`. What it does not name of tools, calls and results becomes text: tools are
+        described at the beginning of the conversation, calls are written as JSON, results are
+        messages of the user.
         """
         messages = self.messages[:]
         if "developer" not in source:
-            messages = [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
+            messages = [
+                message | {"role": "system"} if message["role"] == "developer" else message
+                for message in messages
+            ]
         tools = [] if names_tools(source) or not self.describes else self.tools
         calls = "tool_calls" not in source
         results = calls and not re.search("[\"']tool[\"']", source)
@@ -97,4 +107,7 @@ def _without_tools(message: Message, results: bool) -> Message:
 def _described(tools: list[dict[str, Any]]) -> str:
     functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     example = '[{"name": NAME, "arguments": {...}}, ...]'
-    return f"These functions can be called:\n{functions}\nTo call some of them, answer with a JSON array and nothing else: {example}"
+    return (
+        f"These functions can be called:\n{functions}\nTo call some of them, answer with a "
+        f"JSON array and nothing else: {example}"
+    )

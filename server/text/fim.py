@@ -1,6 +1,8 @@
-"""Fill-in-the-middle prompts in prefix-suffix-middle order (Bavarian et al. 2022), and token healing.
+"""Fill-in-the-middle prompts in prefix-suffix-middle order (Bavarian et al. 2022), and token
+healing.
 
-Invariant: special tokens spelt in the given texts are tokenized as text. It knows nothing of requests.
+Invariant: special tokens spelt in the given texts are tokenized as text. It knows nothing of
+requests.
 """
 
 from dataclasses import dataclass
@@ -10,7 +12,8 @@ from server.text.codec import TextCodec
 
 WINDOW = 16
 """Tokens at the end of a prompt that `cut_last_token` decodes."""
-# Prefix, suffix, middle and file separator of StarCoder and Granite, of SantaCoder, and of CodeGemma.
+# Prefix, suffix, middle and file separator of StarCoder and Granite, of SantaCoder, and of
+# CodeGemma.
 MARKS = (
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<filename>"),
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>", ""),
@@ -20,7 +23,9 @@ MARKS = (
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """A prompt whose continuation is the middle. `healed`: text removed from its end by token healing."""
+    """A prompt whose continuation is the middle. `healed`: text removed from its end by token
+    healing.
+    """
 
     prompt: list[int]
     healed: str = ""
@@ -34,7 +39,8 @@ class FillInTheMiddle:
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
         self.marks: tuple[int, int, int] | None = None
-        """Ids of the tokens before the prefix, the suffix and the middle; None where the tokenizer has none."""
+        """Ids of the tokens before the prefix, the suffix and the middle; None where the tokenizer
+        has none."""
         self._separator: int | None = None
         for *marks, separator in (_named_marks(codec), *MARKS):
             prefix, suffix, middle = (codec.token_id(mark) if mark else None for mark in marks)
@@ -44,16 +50,27 @@ class FillInTheMiddle:
                 break
 
     def fill(
-        self, prefix: str, suffix: str, heal: bool, extra: tuple[tuple[str, str], ...] = (), field: str = "suffix", begun: str = ""
+        self,
+        prefix: str,
+        suffix: str,
+        heal: bool,
+        extra: tuple[tuple[str, str], ...] = (),
+        field: str = "suffix",
+        begun: str = "",
     ) -> Filling:
-        """The prompt for the text between `prefix` and `suffix`, after the other files `extra`: (name, text). `begun` is the beginning
-        of the middle; token healing applies to the text before the gap, which is `begun` if there is one.
+        """The prompt for the text between `prefix` and `suffix`, after the other files `extra`:
+        (name, text). `begun` is the beginning of the middle; token healing applies to the text
+        before the gap, which is `begun` if there is one.
 
         Raises InvalidRequest that names `field` if the tokenizer has no fill-in-the-middle tokens.
         """
         if self.marks is None:
             known = ", ".join(marks[0] for marks in MARKS)
-            raise InvalidRequest(f"`{field}`: this model cannot fill in the middle, for its tokenizer has none of {known}", param=field)
+            raise InvalidRequest(
+                f"`{field}`: this model cannot fill in the middle, for its tokenizer has none of "
+                f"{known}",
+                param=field,
+            )
         prefix_id, suffix_id, middle_id = self.marks
         prefix_ids, begun_ids = self._codec.encode_plain(prefix), self._codec.encode_plain(begun)
         healed = ""
@@ -82,15 +99,24 @@ class FillInTheMiddle:
 
 
 def _named_marks(codec: TextCodec) -> tuple[str, ...]:
-    """The tokens that tokenizer_config.json names, as that of a GGUF file does where its metadata names them; empty strings for others."""
-    return tuple(codec.files.special_token(f"fim_{part}_token") or "" for part in ("prefix", "suffix", "middle", "separator"))
+    """The tokens that tokenizer_config.json names, as that of a GGUF file does where its metadata
+    names them; empty strings for others.
+    """
+    return tuple(
+        codec.files.special_token(f"fim_{part}_token") or ""
+        for part in ("prefix", "suffix", "middle", "separator")
+    )
 
 
-def cut_last_token(codec: TextCodec, ids: list[int], text: str, min_kept: int = 1) -> tuple[list[int], str]:
-    """Token healing: the ids without the last token, or without up to four where that one is part of a character, and the removed text.
+def cut_last_token(
+    codec: TextCodec, ids: list[int], text: str, min_kept: int = 1
+) -> tuple[list[int], str]:
+    """Token healing: the ids without the last token, or without up to four where that one is part
+    of a character, and the removed text.
 
-    At least `min_kept` ids stay. A prompt that ends within what would usually be one token makes its continuation unlikely; generating
-    its last token again, under the constraint that its text is kept, avoids that.
+    At least `min_kept` ids stay. A prompt that ends within what would usually be one token makes
+    its continuation unlikely; generating its last token again, under the constraint that its text
+    is kept, avoids that.
     """
     window = ids[-WINDOW:]
     whole = codec.decode(window)

@@ -1,8 +1,9 @@
-"""Compiles the constraints of structured output to llguidance grammars, and checks them before they reach the engine.
+"""Compiles the constraints of structured output to llguidance grammars, and checks them before they
+reach the engine.
 
-Invariant: a returned grammar has been compiled, and tried for some tokens, under the engine's own limits; a constraint that cannot be
-honoured is refused, never ignored. What a compilation costs has no bound of its own: it runs in a worker process
-(server.text.worker_process). It knows no dialects.
+Invariant: a returned grammar has been compiled, and tried for some tokens, under the engine's own
+limits; a constraint that cannot be honoured is refused, never ignored. What a compilation costs has
+no bound of its own: it runs in a worker process (server.text.worker_process). It knows no dialects.
 """
 
 import json
@@ -31,7 +32,9 @@ class GrammarCompiler:
     def compile(self, kind: str, source: str) -> Compiled:
         """The grammar for protocol.Submit. Raises ValueError with a message for the client."""
         if self.tokenizer is None:
-            raise ValueError("is not supported: this model's tokenizer cannot be used for structured output")
+            raise ValueError(
+                "is not supported: this model's tokenizer cannot be used for structured output"
+            )
         if kind == "calls":
             return self._calls(msgspec.json.decode(source, type=CallRules), self.tokenizer)
         grammar = _grammar(kind, source)
@@ -41,7 +44,9 @@ class GrammarCompiler:
         return Compiled(grammar)
 
     def _calls(self, rules: CallRules, tokenizer: LLTokenizer) -> Compiled:
-        """The grammar of calls. A function whose schema cannot be followed at all takes any object."""
+        """The grammar of calls. A function whose schema cannot be followed at all takes any
+        object.
+        """
         compiled, problem = _tried(rules, tokenizer)
         if problem is None:
             return compiled
@@ -86,7 +91,9 @@ def _grammar(kind: str, text: str) -> str:
     if kind == "regex":
         return LLMatcher.grammar_from_regex(text)
     if kind == "choice":
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in json.loads(text)))
+        return LLMatcher.grammar_from_lark(
+            "start: " + " | ".join(json.dumps(choice) for choice in json.loads(text))
+        )
     if "::=" in text:  # GBNF's, unless it stands in a text of Lark's.
         try:
             text = any_to_lark(text)
@@ -96,8 +103,9 @@ def _grammar(kind: str, text: str) -> str:
 
 
 def _check(grammar: str, tokenizer: LLTokenizer) -> str | None:
-    """The problem of a grammar, worded for the client; None if it works. Generates several texts as the engine would: one of the lowest
-    allowed token ids, one of the highest, and others of random ones with fixed seeds.
+    """The problem of a grammar, worded for the client; None if it works. Generates several texts as
+    the engine would: one of the lowest allowed token ids, one of the highest, and others of random
+    ones with fixed seeds.
     """
     for path in range(TRIED_PATHS):
         matcher = guidance.new_matcher(tokenizer, grammar)
@@ -120,11 +128,16 @@ def _check(grammar: str, tokenizer: LLTokenizer) -> str | None:
 
 
 def _client_message(error: str) -> str:
-    """The message for the client about an error of llguidance, whose own text may hold parts of the grammar and internal state."""
+    """The message for the client about an error of llguidance, whose own text may hold parts of the
+    grammar and internal state.
+    """
     if "too big" in error or "too many" in error or "too complex" in error or "limit" in error:
         return "is too large or too complex"
     if "regex" in error:
-        return "is not a regular expression that can be followed; look-around and back-references are not supported"
+        return (
+            "is not a regular expression that can be followed; look-around and back-references "
+            "are not supported"
+        )
     if "nsatisfiable" in error:
         return "cannot be satisfied by anything"
     return f"cannot be compiled: {ascii(' '.join(error.split())[:120])[1:-1]}"

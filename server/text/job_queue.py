@@ -1,8 +1,9 @@
 """JobQueue: decides which of the waiting jobs of all clients runs next in a worker process.
 
-A job begins in the quick lane. One that has used up QUANTUM seconds there moves to the slow lane, so that expensive jobs delay only one
-another. Within a lane clients take turns. Invariant: no more jobs run in a lane than it has places, and what waits is bounded in number
-and in characters, for each client and in all. It knows neither what jobs do nor what time it is.
+A job begins in the quick lane. One that has used up QUANTUM seconds there moves to the slow lane,
+so that expensive jobs delay only one another. Within a lane clients take turns. Invariant: no more
+jobs run in a lane than it has places, and what waits is bounded in number and in characters, for
+each client and in all. It knows neither what jobs do nor what time it is.
 """
 
 from collections import deque
@@ -16,7 +17,8 @@ QUANTUM = 0.1
 MAX_JOBS, MAX_CLIENT_JOBS = 1024, 256
 """Jobs that may wait or run: of all clients, and of one."""
 MAX_CHARS, MAX_CLIENT_CHARS = 2**25, 2**23
-"""Characters of the jobs that wait or run: of all clients, and of one, whose only job may have more."""
+"""Characters of the jobs that wait or run: of all clients, and of one, whose only job may have
+more."""
 RETRY_SECONDS = 2
 """Value of Retry-After for a job that is not accepted."""
 
@@ -39,11 +41,16 @@ class Lane:
     running: dict[str, int] = field(default_factory=dict)
     """Client -> number of its running jobs, where there are any."""
     waiting: dict[str, deque[Ticket]] = field(default_factory=dict)
-    """Client -> its waiting jobs, where there are any; the client whose turn is next comes first."""
+    """Client -> its waiting jobs, where there are any; the client whose turn is next comes
+    first."""
 
     def may_run(self, client: str) -> bool:
-        """Whether a job of this client may run now. One client leaves a place to others, where there is more than one."""
-        return sum(self.running.values()) < self.places and self.running.get(client, 0) < max(1, self.places - 1)
+        """Whether a job of this client may run now. One client leaves a place to others, where
+        there is more than one.
+        """
+        return sum(self.running.values()) < self.places and self.running.get(client, 0) < max(
+            1, self.places - 1
+        )
 
     def add(self, ticket: Ticket) -> None:
         ticket.lane, ticket.running = self, False
@@ -78,7 +85,9 @@ class Lane:
 
 
 class JobQueue:
-    """Two lanes with so many places each. The caller runs the jobs that `start` yields, and removes each when it has ended."""
+    """Two lanes with so many places each. The caller runs the jobs that `start` yields, and removes
+    each when it has ended.
+    """
 
     def __init__(self, quick: int, slow: int) -> None:
         self._quick, self._slow = Lane(quick), Lane(slow)
@@ -88,7 +97,9 @@ class JobQueue:
     def add(self, client: str, num_chars: int) -> Ticket:
         """Adds a job to the quick lane. Raises Overloaded where too much waits."""
         jobs, chars = self._jobs.get(client, (0, 0))
-        all_jobs, all_chars = (sum(counts) for counts in zip((0, 0), *self._jobs.values(), strict=True))
+        all_jobs, all_chars = (
+            sum(counts) for counts in zip((0, 0), *self._jobs.values(), strict=True)
+        )
         for number, most, what in (
             (jobs + 1, MAX_CLIENT_JOBS, "texts and grammars of this client"),
             (all_jobs + 1, MAX_JOBS, "texts and grammars"),
@@ -96,7 +107,10 @@ class JobQueue:
             (all_jobs and all_chars + num_chars, MAX_CHARS, "characters"),
         ):
             if number > most:
-                text = f"{number} {what} would wait to be processed, and at most {most} may; try again later"
+                text = (
+                    f"{number} {what} would wait to be processed, and at most {most} may; try "
+                    "again later"
+                )
                 raise Overloaded(text, RETRY_SECONDS, code="too_many_jobs")
         self._jobs[client] = jobs + 1, chars + num_chars
         ticket = Ticket(client, num_chars, self._quick)
@@ -114,8 +128,8 @@ class JobQueue:
         return ticket.lane is self._slow
 
     def slow_down(self, ticket: Ticket) -> None:
-        """Moves a running job to the slow lane. If that has no place, the job is no longer `running`: it is to be ended, and begins again
-        when `start` yields it.
+        """Moves a running job to the slow lane. If that has no place, the job is no longer
+        `running`: it is to be ended, and begins again when `start` yields it.
         """
         self._quick.remove(ticket)
         if self._slow.may_run(ticket.client):

@@ -1,6 +1,8 @@
-"""Jobs: what is asked of a tokenizer, a chat template or a grammar compiler, as messages that either process can carry out.
+"""Jobs: what is asked of a tokenizer, a chat template or a grammar compiler, as messages that
+either process can carry out.
 
-Invariant: a job gives the same result, or the same refusal, in whichever process it runs. It knows no processes and no clients.
+Invariant: a job gives the same result, or the same refusal, in whichever process it runs. It knows
+no processes and no clients.
 """
 
 import json
@@ -38,8 +40,8 @@ class Texts:
 
     @cached_property
     def compiler(self) -> "GrammarCompiler":
-        """Prepared on first use, which takes seconds for a large vocabulary, from what has been read. Raises ValueError where llguidance
-        cannot use this tokenizer.
+        """Prepared on first use, which takes seconds for a large vocabulary, from what has been
+        read. Raises ValueError where llguidance cannot use this tokenizer.
         """
         from server import guidance
         from server.text.grammar import GrammarCompiler
@@ -73,7 +75,10 @@ class Job(msgspec.Struct, frozen=True, tag=True):
 
     def refusal(self, bound: str) -> InvalidRequest:
         """The error for a job that needs more than a bound of time or memory."""
-        return InvalidRequest(f"this text takes more than {bound} to tokenize; send less of it", code="tokenization_timeout")
+        return InvalidRequest(
+            f"this text takes more than {bound} to tokenize; send less of it",
+            code="tokenization_timeout",
+        )
 
 
 class Encode(Job, frozen=True):
@@ -91,14 +96,17 @@ class Encode(Job, frozen=True):
 
 
 class EncodeWithPlaces(Encode, frozen=True):
-    """The tokens of a text and their places in it, as a JSON array in TGI's form: a large one is written in the worker process."""
+    """The tokens of a text and their places in it, as a JSON array in TGI's form: a large one is
+    written in the worker process.
+    """
 
     Result = bytes
 
     def run(self, texts: Texts) -> Any:
         text = self.text
         tokens = [
-            {"id": id, "text": text[start:end], "start": start, "stop": end} for id, start, end in texts.codec.encode_with_offsets(text)
+            {"id": id, "text": text[start:end], "start": start, "stop": end}
+            for id, start, end in texts.codec.encode_with_offsets(text)
         ]
         return json.dumps(tokens, ensure_ascii=False, separators=(",", ":")).encode()
 
@@ -119,7 +127,9 @@ class Decode(Job, frozen=True):
 
 
 class Spell(Job, frozen=True):
-    """The token sequences that spell words where they continue a text: as they stand, and after a space."""
+    """The token sequences that spell words where they continue a text: as they stand, and after a
+    space.
+    """
 
     Result = list[list[int]]
 
@@ -171,7 +181,9 @@ class EncodeChat(Job, frozen=True):
         try:
             return len(msgspec.msgpack.encode(self.given))
         except OverflowError:
-            text = "tools, calls and `chat_template_kwargs` cannot have integers of more than 64 bits"
+            text = (
+                "tools, calls and `chat_template_kwargs` cannot have integers of more than 64 bits"
+            )
             raise InvalidRequest(text, param="messages") from None
 
     def run(self, texts: Texts) -> Any:
@@ -188,7 +200,9 @@ class RenderChat(EncodeChat, frozen=True):
 
 
 class AskedQuestions(msgspec.Struct):
-    """Token ids of questions about one state. A question's prompt is `state`, its own ids and `end`; `labels` may follow it."""
+    """Token ids of questions about one state. A question's prompt is `state`, its own ids and
+    `end`; `labels` may follow it.
+    """
 
     state: list[int]
     questions: list[list[int]]
@@ -197,8 +211,9 @@ class AskedQuestions(msgspec.Struct):
 
 
 class EncodeQuestions(EncodeChat, frozen=True, kw_only=True):
-    """Questions that are asked one by one at the end of a conversation's last message, the user's; `labels`: the answers that begin a
-    reply. Without a chat template all messages are one text, after which a question and its answer stand.
+    """Questions that are asked one by one at the end of a conversation's last message, the user's;
+    `labels`: the answers that begin a reply. Without a chat template all messages are one text,
+    after which a question and its answer stand.
     """
 
     Result = AskedQuestions
@@ -224,13 +239,18 @@ class EncodeQuestions(EncodeChat, frozen=True, kw_only=True):
         for label in self.labels:
             ids = codec.encode_bare(end + space + label)
             if ids[: len(before)] != before:
-                raise InvalidRequest(f"the model's tokenizer joins the label {label} with the text before it", param="questions")
+                raise InvalidRequest(
+                    f"the model's tokenizer joins the label {label} with the text before it",
+                    param="questions",
+                )
             labels.append(ids[len(before) :])
         return AskedQuestions(state, [*map(codec.encode_plain, self.questions)], before, labels)
 
 
 class Fill(Job, frozen=True):
-    """The fill-in-the-middle prompt for the text between two texts; see FillInTheMiddle.fill. `begun`: the beginning of the middle."""
+    """The fill-in-the-middle prompt for the text between two texts; see FillInTheMiddle.fill.
+    `begun`: the beginning of the middle.
+    """
 
     Result = Filling
 
@@ -243,10 +263,17 @@ class Fill(Job, frozen=True):
 
     @property
     def num_chars(self) -> int:
-        return len(self.prefix) + len(self.suffix) + len(self.begun) + sum(len(name) + len(text) for name, text in self.extra)
+        return (
+            len(self.prefix)
+            + len(self.suffix)
+            + len(self.begun)
+            + sum(len(name) + len(text) for name, text in self.extra)
+        )
 
     def run(self, texts: Texts) -> Filling:
-        return texts.fim.fill(self.prefix, self.suffix, self.heal, self.extra, self.field, self.begun)
+        return texts.fim.fill(
+            self.prefix, self.suffix, self.heal, self.extra, self.field, self.begun
+        )
 
 
 class CompileGrammar(Job, frozen=True):
@@ -272,7 +299,20 @@ class CompileGrammar(Job, frozen=True):
             raise InvalidRequest(f"`{self.field}` {error}", param=self.field) from None
 
     def refusal(self, bound: str) -> InvalidRequest:
-        return InvalidRequest(f"`{self.field}` takes more than {bound} to compile; simplify it", param=self.field)
+        return InvalidRequest(
+            f"`{self.field}` takes more than {bound} to compile; simplify it", param=self.field
+        )
 
 
-AnyJob = Decode | Spell | Prompts | Encode | EncodeWithPlaces | EncodeChat | EncodeQuestions | RenderChat | Fill | CompileGrammar
+AnyJob = (
+    Decode
+    | Spell
+    | Prompts
+    | Encode
+    | EncodeWithPlaces
+    | EncodeChat
+    | EncodeQuestions
+    | RenderChat
+    | Fill
+    | CompileGrammar
+)

@@ -31,8 +31,8 @@ GUIDANCE: Any = {
     "json_allowed_escapes": 'nrbtf\\"',
     "coerce_one_of": True,
 }
-"""llguidance's options: models may write flexible whitespace without end; a key with \\u would not be
-compared with declared ones; which branches of a oneOf have values in common is checked here."""
+"""llguidance's options: models may write flexible whitespace without end; a key with \\u would not
+be compared with declared ones; which branches of a oneOf have values in common is checked here."""
 EXACT = 2**53
 """llguidance reads numbers as floats, which represent integers exactly only below this."""
 MAX_INTEGER = 9 * 10**18
@@ -45,15 +45,18 @@ _IN_PLACE = ("allOf", "anyOf", "oneOf")
 _FORMATS = ("duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 _YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
-_DAY = "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+_DAY = (
+    "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
+    "|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+)
 _DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
 _TIME = (
     r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?"
     r"(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 )
 _PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
-"""Formats as regular expressions: llguidance's own allow 29 February in any year and a leap second in
-any minute."""
+"""Formats as regular expressions: llguidance's own allow 29 February in any year and a leap second
+in any minute."""
 Node = dict[str, Any]
 _SCHEMAS: dict[str, type | UnionType] = {
     "properties": dict,
@@ -73,10 +76,14 @@ _FOLLOWED = {
 }
 """The keywords that are followed. llguidance tells which others assert something."""
 _OVERLAP = (
-    "one value could satisfy two branches; use anyOf, or give each branch a property with its own const;"
+    "one value could satisfy two branches; use anyOf, or give each branch a property with its own "
+    "const;"
     f" at most {MAX_BRANCHES} branches are supported"
 )
-_PROPERTIES = "patterns must not overlap; a count needs all properties to be required, and names that cannot repeat"
+_PROPERTIES = (
+    "patterns must not overlap; a count needs all properties to be required, and names "
+    "that cannot repeat"
+)
 NUMBERS: list[Node] = [
     {
         "type": "number",
@@ -96,7 +103,10 @@ SHARED: dict[str, Node] = {
 digits, and open arrays, without end; a multipleOf is what bounds the digits after a point."""
 for _depth in range(MAX_ANY_DEPTH):
     _inner = {"$ref": f"#/$defs/any{_depth}"}
-    _levels = [{"type": "array", "items": _inner}, {"type": "object", "additionalProperties": _inner}]
+    _levels = [
+        {"type": "array", "items": _inner},
+        {"type": "object", "additionalProperties": _inner},
+    ]
     SHARED[f"any{_depth + 1}"] = {"anyOf": [*_SCALARS, *_levels]}
 ANY: Node = {"$ref": f"#/$defs/any{MAX_ANY_DEPTH}"}
 """The schema of a value of any kind, with the definitions of SHARED."""
@@ -142,14 +152,18 @@ def _problem(text: str, lenient: bool = False) -> str:
 
 
 def prepare(schema: Any, cannot: Cannot = refuse, formats: bool = True) -> Node:
-    """The schema for llguidance. `formats`: they are enforced, where they are known. Raises SchemaError."""
+    """The schema for llguidance. `formats`: they are enforced, where they are known. Raises
+    SchemaError.
+    """
     if not isinstance(schema, dict):
         raise SchemaError("must be a JSON schema, which is an object")
     return _SchemaRewriter(schema, cannot, formats).run()
 
 
 def _target(root: Node, reference: str) -> Any:
-    """The schema that a `$ref` names. Raises LookupError, TypeError or ValueError if there is none."""
+    """The schema that a `$ref` names. Raises LookupError, TypeError or ValueError if there is
+    none.
+    """
     node: Any = root
     names = [unquote(name) for name in reference.split("/")]
     if names[0] != "#":
@@ -185,7 +199,9 @@ class _SchemaRewriter:
         node = self._followed(node, at)
         if not node:
             return ANY
-        applicators = len(node.get("allOf", ())) + len(node.keys() & {"anyOf", "oneOf", "$ref", "properties"})
+        applicators = len(node.get("allOf", ())) + len(
+            node.keys() & {"anyOf", "oneOf", "$ref", "properties"}
+        )
         alone = alone and applicators <= 1
         prepared: Node = {}
         for key, value in node.items():
@@ -232,7 +248,10 @@ class _SchemaRewriter:
                 return True
             alone = True
         if key in ("properties", "patternProperties"):
-            return {name: self._schema(item, f"{at}/{_escaped(name)}", True) for name, item in value.items()}
+            return {
+                name: self._schema(item, f"{at}/{_escaped(name)}", True)
+                for name, item in value.items()
+            }
         if not isinstance(value, list):
             return self._schema(value, at, alone)
         value = self._exclusive(value, at) if key == "oneOf" else value
@@ -243,18 +262,26 @@ class _SchemaRewriter:
 
     def _exclusive(self, branches: list[Any], at: str) -> list[Any]:
         """The branches of a oneOf, where tags are required. They must have no value in common."""
-        document = {name: item for name, item in self._root.items() if name not in _FOLLOWED and isinstance(item, dict)}
+        document = {
+            name: item
+            for name, item in self._root.items()
+            if name not in _FOLLOWED and isinstance(item, dict)
+        }
         tagged = [self._tagged(branch) for branch in branches]
         overlap = len(branches) > MAX_BRANCHES
         for i in range(0 if overlap else len(branches)):
             both = [tagged[i], {"anyOf": branches[:i] + branches[i + 1 :]}]
-            overlap |= not _problem(json.dumps(document | {"allOf": both}), lenient=True).startswith("Unsatisfiable")
+            overlap |= not _problem(
+                json.dumps(document | {"allOf": both}), lenient=True
+            ).startswith("Unsatisfiable")
         if overlap:
             self._cannot(at, branches, _OVERLAP)
         return tagged
 
     def _tagged(self, node: Any) -> Any:
-        """A branch of a oneOf, where properties with a const are required: they tell branches apart."""
+        """A branch of a oneOf, where properties with a const are required: they tell branches
+        apart.
+        """
         try:
             found = _target(self._root, node["$ref"]) if "$ref" in node else node
             tags = [name for name, item in found["properties"].items() if "const" in item]
@@ -270,12 +297,15 @@ class _SchemaRewriter:
                 node = _target(self._root, reference)
             except (LookupError, TypeError, ValueError):
                 why = "no schema of its own has this place; nothing is fetched, so give it whole"
-                # Messages do not repeat addresses of other documents, which may be paths of this machine.
+                # Messages do not repeat addresses of other documents, which may be paths of this
+                # machine.
                 self._cannot(at, reference if reference.startswith("#") else "...", why)
                 return None
             self._definitions[key] = name = f"d{len(self._definitions)}"
             prepared = self._schema(node, key[0], alone)
-            self._written[name] = prepared if prepared is False else {"$comment": key[0], **prepared}
+            self._written[name] = (
+                prepared if prepared is False else {"$comment": key[0], **prepared}
+            )
         return f"#/$defs/{self._definitions[key]}"
 
     def _finish_object(self, prepared: Node, at: str, alone: bool) -> None:
@@ -291,10 +321,17 @@ class _SchemaRewriter:
         names = dict.fromkeys(prepared.get("properties", ()), True)
         patterns = dict.fromkeys(prepared.get("patternProperties", ()), True)
         is_open = prepared.get("additionalProperties") is not False or bool(patterns)
-        rest = {"type": "object", "properties": names, "required": required, "additionalProperties": is_open}
+        rest = {
+            "type": "object",
+            "properties": names,
+            "required": required,
+            "additionalProperties": is_open,
+        }
         for key in prepared.keys() & {"patternProperties", "minProperties", "maxProperties"}:
             count = prepared[key] if key == "minProperties" and is_open else 0
-            if count > len({*required}) + 1 or problem(rest | {key: patterns if key[0] == "p" else prepared[key]}):
+            if count > len({*required}) + 1 or problem(
+                rest | {key: patterns if key[0] == "p" else prepared[key]}
+            ):
                 self._cannot(f"{at}/{key}", prepared.pop(key), _PROPERTIES)
 
 
@@ -311,7 +348,10 @@ def _bound(prepared: Node, at: str, alone: bool) -> None:
     if "enum" in prepared:
         return
     if alone and "type" not in prepared:
-        about = {"array": {"items", "prefixItems"}, "object": {"patternProperties", "additionalProperties"}}
+        about = {
+            "array": {"items", "prefixItems"},
+            "object": {"patternProperties", "additionalProperties"},
+        }
         if types := [kind for kind, keys in about.items() if keys & prepared.keys()]:
             prepared["type"] = types
         else:
@@ -344,7 +384,9 @@ def _bound_digits(prepared: Node) -> None:
         # All such properties share one rule of the grammar, whose size is bounded.
         prepared["$ref"] = f"#/$defs/{prepared.pop('type')}"
     elif kind == "number" and "multipleOf" not in prepared:
-        if not (low and high and max(low) + 1e-9 > min(high)):  # Else there may be none of few digits.
+        if not (
+            low and high and max(low) + 1e-9 > min(high)
+        ):  # Else there may be none of few digits.
             _combine(prepared, {"anyOf": NUMBERS})
     else:
         if not low:
@@ -409,14 +451,25 @@ def _says_nothing(key: str, value: Any, node: Node) -> bool:
         return value is False or (key, value) == ("required", True)
     if key == "contains":
         return node.get("minContains") == 0 and "maxContains" not in node
-    return key not in _FOLLOWED and value in (True, {}, {"type": "string"} if key == "propertyNames" else True)
+    return key not in _FOLLOWED and value in (
+        True,
+        {},
+        {"type": "string"} if key == "propertyNames" else True,
+    )
 
 
 def _as_others(node: Node) -> Node:
-    """A schema with `unevaluatedProperties` and a list of `propertyNames` in terms of the keywords that
-    are followed, where these say the same.
+    """A schema with `unevaluatedProperties` and a list of `propertyNames` in terms of the keywords
+    that are followed, where these say the same.
     """
-    combined = {*_IN_PLACE, "$ref", "if", "dependentSchemas", "patternProperties", "additionalProperties"}
+    combined = {
+        *_IN_PLACE,
+        "$ref",
+        "if",
+        "dependentSchemas",
+        "patternProperties",
+        "additionalProperties",
+    }
     if "unevaluatedProperties" in node and not node.keys() & combined:
         others = node["unevaluatedProperties"]
         node = node | {"additionalProperties": others, "unevaluatedProperties": True}

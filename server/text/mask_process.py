@@ -1,7 +1,9 @@
-"""The life of a process that follows constraints, for one sequence of the engine at a time, and computes their masks.
+"""The life of a process that follows constraints, for one sequence of the engine at a time, and
+computes their masks.
 
-server.text.worker_process forks it. Invariant: a mask that takes more than MASK_SECONDS of processor time ends its own process alone, and
-the process ends when its pipe is closed, also amid a computation. It knows nothing of sequences.
+server.text.worker_process forks it. Invariant: a mask that takes more than MASK_SECONDS of
+processor time ends its own process alone, and the process ends when its pipe is closed, also amid a
+computation. It knows nothing of sequences.
 """
 
 import fcntl
@@ -14,37 +16,54 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from server.errors import ConstraintFailed
-from server.protocol import SLOW_MASK_SECONDS, Advance, Answer, Begin, Guidance, decode_mask_request, encode
+from server.protocol import (
+    SLOW_MASK_SECONDS,
+    Advance,
+    Answer,
+    Begin,
+    Guidance,
+    decode_mask_request,
+    encode,
+)
 from server.text.constraints import Grammars
 
 MASK_SECONDS = 4.0
 
 
 def limit_mask() -> None:
-    """Ends this process if the next mask takes more than MASK_SECONDS of processor time, by the default action of SIGPROF."""
+    """Ends this process if the next mask takes more than MASK_SECONDS of processor time, by the
+    default action of SIGPROF.
+    """
     signal.setitimer(signal.ITIMER_PROF, MASK_SECONDS)
 
 
 def follow(pipe: Connection, grammars: Grammars | None) -> None:
-    """Answers requests, with refusals where there are no grammars. Raises EOFError or OSError when the pipe is closed: the engine has no
-    more use for this process.
+    """Answers requests, with refusals where there are no grammars. Raises EOFError or OSError when
+    the pipe is closed: the engine has no more use for this process.
     """
     constraint: Any = None
     flags = fcntl.fcntl(pipe.fileno(), fcntl.F_GETFL)
     fcntl.fcntl(pipe.fileno(), fcntl.F_SETOWN, os.getpid())
     while True:
         request = decode_mask_request(pipe.recv_bytes())
-        # The engine sends nothing while it waits for an answer. If it closes the pipe, SIGIO ends this process amid the computation.
+        # The engine sends nothing while it waits for an answer. If it closes the pipe, SIGIO ends
+        # this process amid the computation.
         fcntl.fcntl(pipe.fileno(), fcntl.F_SETFL, flags | os.O_ASYNC)
         began = time.process_time()
         try:
             if isinstance(request, Advance):
                 constraint.advance(request.token)
             elif grammars is None:
-                raise ConstraintFailed("this model's tokenizer cannot be used for structured output")
+                raise ConstraintFailed(
+                    "this model's tokenizer cannot be used for structured output"
+                )
             else:
                 constraint = grammars.constraint(request)
-            guidance = Guidance(None, is_open=False) if constraint is None else Guidance(constraint.mask, constraint.forced)
+            guidance = (
+                Guidance(None, is_open=False)
+                if constraint is None
+                else Guidance(constraint.mask, constraint.forced)
+            )
             answer = Answer(guidance, time.process_time() - began)
         except ConstraintFailed as error:
             answer = Answer(None, failure=str(error), refused=True)
@@ -52,6 +71,11 @@ def follow(pipe: Connection, grammars: Grammars | None) -> None:
             answer = Answer(None, failure=traceback.format_exc())
         fcntl.fcntl(pipe.fileno(), fcntl.F_SETFL, flags)
         pipe.send_bytes(encode(answer))
-        if answer.seconds > SLOW_MASK_SECONDS and not isinstance(request, Begin) and sys.platform == "linux":
-            # Runs from now on only where a processor is idle, so that any number of slow constraints takes nothing from the others.
+        if (
+            answer.seconds > SLOW_MASK_SECONDS
+            and not isinstance(request, Begin)
+            and sys.platform == "linux"
+        ):
+            # Runs from now on only where a processor is idle, so that any number of slow
+            # constraints takes nothing from the others.
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

@@ -1,6 +1,8 @@
-"""TextService: carries out jobs, in this process if they are cheap beforehand, else in worker processes; keeps compiled grammars.
+"""TextService: carries out jobs, in this process if they are cheap beforehand, else in worker
+processes; keeps compiled grammars.
 
-Invariant: nothing whose cost has no known bound runs in this process. It knows no engine and no dialects.
+Invariant: nothing whose cost has no known bound runs in this process. It knows no engine and no
+dialects.
 """
 
 import asyncio
@@ -29,8 +31,8 @@ Kind = Literal["json", "regex", "lark", "choice", "calls"]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A constraint of a request: a JSON schema, a regular expression, a Lark grammar, a list of texts, or the JSON of CallRules. `field`:
-    its name in errors.
+    """A constraint of a request: a JSON schema, a regular expression, a Lark grammar, a list of
+    texts, or the JSON of CallRules. `field`: its name in errors.
     """
 
     kind: Kind
@@ -66,7 +68,8 @@ class TextService:
         self.variables: Set[str] = frozenset()
         """Variables that the chat template reads."""
         self._grammars: dict[tuple[str, CompileGrammar], asyncio.Task[Compiled]] = {}
-        """Compilations that run or have succeeded, oldest first; by client, as the time of one would say what others have asked for."""
+        """Compilations that run or have succeeded, oldest first; by client, as the time of one
+        would say what others have asked for."""
 
     async def run(self, job: AnyJob, client: str) -> Any:
         """The result of a job of a client. Raises InvalidRequest, Overloaded or Unavailable."""
@@ -77,17 +80,25 @@ class TextService:
     def _is_cheap(self, job: AnyJob) -> bool:
         if not isinstance(job, EncodeChat) or not self.texts.chat_template.exists:
             return True
-        return self.cheap_template and len(job.given.messages) <= MAX_CHEAP_MESSAGES and not job.given.tools
+        return (
+            self.cheap_template
+            and len(job.given.messages) <= MAX_CHEAP_MESSAGES
+            and not job.given.tools
+        )
 
     async def grammar(self, source: Source | None, client: str) -> str:
         """The grammar of a constraint; empty without one. Raises as `compiled` does."""
         return "" if source is None else (await self.compiled(source, client)).grammar
 
     async def compiled(self, source: Source, client: str) -> Compiled:
-        """The compiled grammar of a constraint. Raises InvalidRequest, Overloaded or Unavailable."""
+        """The compiled grammar of a constraint. Raises InvalidRequest, Overloaded or
+        Unavailable.
+        """
         text = source.text
         if len(text) > MAX_SOURCE_CHARS:
-            message = f"`{source.field}` is longer than {MAX_SOURCE_CHARS} characters. Given: {len(text)}"
+            message = (
+                f"`{source.field}` is longer than {MAX_SOURCE_CHARS} characters. Given: {len(text)}"
+            )
             raise InvalidRequest(message, param=source.field)
         job = CompileGrammar(source.kind, text, source.field)
         key = client, job
@@ -105,6 +116,8 @@ class TextService:
         if not (task.cancelled() or task.exception() is not None):
             if relaxed := task.result().relaxed:
                 shown = ", ".join(relaxed[:MAX_LOGGED])
-                log.info("schemas of tools are followed but for %d keywords: %s", len(relaxed), shown)
+                log.info(
+                    "schemas of tools are followed but for %d keywords: %s", len(relaxed), shown
+                )
         elif self._grammars.get(key) is task:
             del self._grammars[key]

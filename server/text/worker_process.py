@@ -1,11 +1,14 @@
-"""The forking process: it has a checkpoint's texts, and forks a child for each job, and for each constraint that the engine follows.
+"""The forking process: it has a checkpoint's texts, and forks a child for each job, and for each
+constraint that the engine follows.
 
-Requests for children arrive over two channels, each as one descriptor: `jobs`, and `grammars` for children that need the tokenizer of
-grammars. That takes seconds and as much memory as the texts, so a process of its own prepares it at the first such request, and forks
-these children. A job's child answers with its process id, receives the job over its descriptor, sends the outcome and ends; a constraint's
-is server.text.mask_process. Children share the memory of what was read, and can be killed at any point without harm to another.
-The forking process is a copy of the API process, which has read the texts, and reads no files. Invariant: it has a single thread, and runs
-nothing whose cost depends on a request. It knows no clients, queues or time limits.
+Requests for children arrive over two channels, each as one descriptor: `jobs`, and `grammars` for
+children that need the tokenizer of grammars. That takes seconds and as much memory as the texts, so
+a process of its own prepares it at the first such request, and forks these children. A job's child
+answers with its process id, receives the job over its descriptor, sends the outcome and ends; a
+constraint's is server.text.mask_process. Children share the memory of what was read, and can be
+killed at any point without harm to another. The forking process is a copy of the API process, which
+has read the texts, and reads no files. Invariant: it has a single thread, and runs nothing whose
+cost depends on a request. It knows no clients, queues or time limits.
 """
 
 import contextlib
@@ -30,13 +33,15 @@ from server.protocol import FOLLOW
 from server.text.jobs import AnyJob, Texts
 
 JOB, MESSAGE_BYTES = b"job", 8
-"""What comes with the descriptor of a job, and more than the length of that or of server.protocol.FOLLOW."""
+"""What comes with the descriptor of a job, and more than the length of that or of
+server.protocol.FOLLOW."""
 JOB_MEMORY, CONSTRAINT_MEMORY = 128 * 2**20, 256 * 2**20
 """Bytes that a job, and a process that follows constraints, may allocate."""
 LOAD_MEMORY, LOAD_SECONDS = 2**29, 3
 """Bytes and seconds of processor time for compiling and trying the chat template."""
 GRAMMARS_MEMORY, GRAMMARS_SECONDS = 2**30, 20
-"""The same for preparing the tokenizer of grammars: 2 s and 300 MB for a vocabulary of 262,144 tokens."""
+"""The same for preparing the tokenizer of grammars: 2 s and 300 MB for a vocabulary of 262,144
+tokens."""
 MAX_PREPARED = 3
 """Times that this is begun without success before structured output is refused."""
 JOB_NICE, CONSTRAINT_NICE = 10, 19
@@ -46,8 +51,9 @@ LENGTH_BYTES = 4
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """What the forking process says first: why the chat template is refused, or empty; whether short conversations may be rendered in
-    the API process; and the variables that the template reads.
+    """What the forking process says first: why the chat template is refused, or empty; whether
+    short conversations may be rendered in the API process; and the variables that the template
+    reads.
     """
 
     error: str = ""
@@ -58,7 +64,9 @@ class Loaded(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What came of a job: its result in msgpack, or a refusal, or the type of an unexpected error."""
+    """What came of a job: its result in msgpack, or a refusal, or the type of an unexpected
+    error.
+    """
 
     result: msgspec.Raw = msgspec.Raw(b"\xc0")
     refusal: str = ""
@@ -85,8 +93,8 @@ def outcome(job: AnyJob, texts: Texts) -> Outcome:
 
 @contextlib.contextmanager
 def ended_by_close(descriptor: int) -> Iterator[None]:
-    """Meanwhile, has Linux end this process as soon as the other end of a socket is closed, from which
-    nothing is to come: SIGIO ends a process that does not handle it.
+    """Meanwhile, has Linux end this process as soon as the other end of a socket is closed, from
+    which nothing is to come: SIGIO ends a process that does not handle it.
     """
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
@@ -119,12 +127,14 @@ def _follow(descriptor: int, texts: Texts) -> None:
     os.nice(CONSTRAINT_NICE)
     tokenizer = texts.compiler.tokenizer
     with contextlib.suppress(EOFError, OSError):
-        follow(Connection(descriptor), None if tokenizer is None else Grammars(tokenizer, limit_mask))
+        follow(
+            Connection(descriptor), None if tokenizer is None else Grammars(tokenizer, limit_mask)
+        )
 
 
 def _fork_child(channel: socket.socket, texts: Texts) -> None:
-    """Forks the child that the next message of a channel asks for. Where the system has no process for it, that is said by closing its
-    descriptor.
+    """Forks the child that the next message of a channel asks for. Where the system has no process
+    for it, that is said by closing its descriptor.
     """
     message, (descriptor, *_), _, _ = socket.recv_fds(channel, MESSAGE_BYTES, 1)
     work, memory = (_follow, CONSTRAINT_MEMORY) if message == FOLLOW else (_run_job, JOB_MEMORY)
@@ -149,7 +159,9 @@ class _GrammarProcess:
 
     @property
     def awaited(self) -> int:
-        """What becomes readable where there is something to do: the channel while there is no process, else the pipe."""
+        """What becomes readable where there is something to do: the channel while there is no
+        process, else the pipe.
+        """
         return self._channel.fileno() if self._pipe is None else self._pipe
 
     def proceed(self) -> None:
@@ -180,7 +192,9 @@ class _GrammarProcess:
 
 
 def _prepare_grammars(texts: Texts, usable: bool) -> None:
-    """Prepares the tokenizer of grammars, within limits that end this process. Where it is not usable, grammars are refused."""
+    """Prepares the tokenizer of grammars, within limits that end this process. Where it is not
+    usable, grammars are refused.
+    """
     from server.text.grammar import GrammarCompiler
 
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
@@ -197,8 +211,8 @@ def _prepare_grammars(texts: Texts, usable: bool) -> None:
 
 
 def _try_template(texts: Texts) -> Loaded:
-    """Compiles the chat template and renders conversations in a child process. Raises ConfigurationError if it cannot be compiled within
-    the limits.
+    """Compiles the chat template and renders conversations in a child process. Raises
+    ConfigurationError if it cannot be compiled within the limits.
     """
     if not texts.chat_template.exists:
         return Loaded(cheap_template=True)
@@ -222,9 +236,13 @@ def _try_template(texts: Texts) -> Loaded:
         said = stream.read().decode()
     if not said.startswith("compiled"):
         bound = f"{LOAD_SECONDS} s or {LOAD_MEMORY >> 20} MiB"
-        reason = f"{texts.codec.files.chat_template_place}: the chat template takes more than {bound} to compile"
+        reason = (
+            f"{texts.codec.files.chat_template_place}: the chat template takes more than "
+            f"{bound} to compile"
+        )
         raise ConfigurationError(said.removeprefix("refused ") or reason)
-    # Children find it compiled. Within the limit, as before: Jinja computes constants only where there is memory for them.
+    # Children find it compiled. Within the limit, as before: Jinja computes constants only where
+    # there is memory for them.
     child_process.limit_memory(LOAD_MEMORY)
     variables = texts.chat_template.variables
     end = next((int(word) for word in said.split() if word.isdigit()), None)
@@ -233,8 +251,12 @@ def _try_template(texts: Texts) -> Loaded:
 
 
 def run(texts: Texts, control: socket.socket, jobs: socket.socket, grammars: socket.socket) -> None:
-    """The life of the forking process: says Loaded over `control`, then forks children until it is ended."""
-    logging.getLogger().handlers = [logging.NullHandler()]  # The API process's are written by a thread of it.
+    """The life of the forking process: says Loaded over `control`, then forks children until it is
+    ended.
+    """
+    logging.getLogger().handlers = [
+        logging.NullHandler()
+    ]  # The API process's are written by a thread of it.
     try:
         loaded = _try_template(texts)
     except ConfigurationError as error:

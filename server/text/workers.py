@@ -1,7 +1,8 @@
 """Workers: runs jobs in worker processes, with limits of time and memory, in turns for all clients.
 
-Each job gets a process of its own, forked from one that has the checkpoint's texts (server.text.worker_process); a job over a limit is
-killed. Invariant: no job can delay or end another one of another client by more than its turn, and no process outlives its job or this
+Each job gets a process of its own, forked from one that has the checkpoint's texts
+(server.text.worker_process); a job over a limit is killed. Invariant: no job can delay or end
+another one of another client by more than its turn, and no process outlives its job or this
 process. It does not know what jobs compute.
 """
 
@@ -30,11 +31,13 @@ SLOW_NICE = 15
 FORK_SECONDS = 10.0
 """Seconds after which a forking process that does not answer is replaced."""
 MAX_NOT_FORKED, FORK_PAUSE = 2, 0.1
-"""Times that a job is tried again because no process was forked for it, and the seconds before the first of them."""
+"""Times that a job is tried again because no process was forked for it, and the seconds before the
+first of them."""
 LOAD_SECONDS = 120.0
 """Seconds that it may take to try the chat template."""
 WAIT_FACTOR = 4
-"""A job that has not ended after so many times its limit of processor time, because it waited, is refused as overload."""
+"""A job that has not ended after so many times its limit of processor time, because it waited, is
+refused as overload."""
 
 
 _MEMORY = f"{JOB_MEMORY >> 20} MiB of memory"
@@ -49,19 +52,22 @@ class _NotForked(_Lost):
 
 
 class Workers:
-    """The worker processes of one server, with the process that forks them. `quick`, `slow`: jobs that run at once in each lane of the
-    queue.
+    """The worker processes of one server, with the process that forks them. `quick`, `slow`: jobs
+    that run at once in each lane of the queue.
     """
 
     def __init__(self, quick: int = 2, slow: int = 1) -> None:
-        # This process holds both ends of each, so that what was sent waits while the process that receives it is replaced.
-        self._channels = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(3)]
+        # This process holds both ends of each, so that what was sent waits while the process that
+        # receives it is replaced.
+        self._channels = [
+            socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(3)
+        ]
         self._said, self._jobs, self.grammars = (ours for ours, _ in self._channels)
         self._said.setblocking(False)
         self._texts: Texts | None = None
         self._forker: int | None = None
-        """The process id of the forking process; None while there is none. No other process can have
-        it before it has been waited for here.
+        """The process id of the forking process; None while there is none. No other process can
+        have it before it has been waited for here.
         """
         self._queue = JobQueue(quick, slow)
         self._turns: dict[Ticket, asyncio.Event] = {}
@@ -80,10 +86,15 @@ class Workers:
                 log.warning("the process that forks workers ended; it is replaced")
             texts, ends = self._texts, [theirs for _, theirs in self._channels]
             try:
-                self._forker = child_process.fork(lambda: worker_process.run(texts, *ends), *(end.fileno() for end in ends))
+                self._forker = child_process.fork(
+                    lambda: worker_process.run(texts, *ends), *(end.fileno() for end in ends)
+                )
             except OSError as error:
                 if before is not None:
-                    log.error("no process can be forked, so long texts and grammars are refused: %s", error.strerror)
+                    log.error(
+                        "no process can be forked, so long texts and grammars are refused: %s",
+                        error.strerror,
+                    )
                 raise
 
     def _has_ended(self, options: int = os.WNOHANG) -> bool:
@@ -91,7 +102,9 @@ class Workers:
         if self._forker is not None:
             try:
                 ended = os.waitpid(self._forker, options)[0] != 0
-            except ChildProcessError:  # Where SIGCHLD is ignored, nothing is left of a process that has ended.
+            except (
+                ChildProcessError
+            ):  # Where SIGCHLD is ignored, nothing is left of a process that has ended.
                 ended = True
             if ended:
                 self._forker = None
@@ -107,10 +120,14 @@ class Workers:
             os.kill(self._forker, signal.SIGKILL)
 
     async def loaded(self) -> Loaded:
-        """The first message of the first forking process. Raises Unavailable if none arrives within LOAD_SECONDS."""
+        """The first message of the first forking process. Raises Unavailable if none arrives within
+        LOAD_SECONDS.
+        """
         try:
             async with asyncio.timeout(LOAD_SECONDS):
-                return msgspec.msgpack.decode(await asyncio.get_running_loop().sock_recv(self._said, 2**16), type=Loaded)
+                return msgspec.msgpack.decode(
+                    await asyncio.get_running_loop().sock_recv(self._said, 2**16), type=Loaded
+                )
         except TimeoutError:
             raise _unavailable() from None
 
@@ -122,8 +139,9 @@ class Workers:
             end.close()
 
     async def run(self, job: AnyJob, client: str, seconds: float) -> Any:
-        """The result of a job. Raises InvalidRequest if it refuses, or takes more than `seconds` of processor time or too much
-        memory; Overloaded or Unavailable if it could not be done for other reasons.
+        """The result of a job. Raises InvalidRequest if it refuses, or takes more than `seconds` of
+        processor time or too much memory; Overloaded or Unavailable if it could not be done for
+        other reasons.
         """
         ticket = self._queue.add(client, job.num_chars)
         self._turns[ticket] = asyncio.Event()
@@ -168,7 +186,9 @@ class Workers:
                 await asyncio.sleep(FORK_PAUSE * losses)
             except _Lost:
                 losses += 1
-                if losses > 1:  # What allocates too much is ended by its library, without an outcome.
+                if (
+                    losses > 1
+                ):  # What allocates too much is ended by its library, without an outcome.
                     raise job.refusal(_MEMORY) from None
 
     async def _attempt(self, ticket: Ticket, job: AnyJob, seconds: float) -> Outcome | None:
@@ -207,8 +227,12 @@ class Workers:
         except (OSError, EOFError):
             raise _NotForked from None
 
-    async def _watched(self, ticket: Ticket, reading: asyncio.Task[Outcome], pid: int, seconds: float, job: AnyJob) -> Outcome | None:
-        """The outcome of a job that runs in process `pid`, if it comes within its time. The caller ends the process if not."""
+    async def _watched(
+        self, ticket: Ticket, reading: asyncio.Task[Outcome], pid: int, seconds: float, job: AnyJob
+    ) -> Outcome | None:
+        """The outcome of a job that runs in process `pid`, if it comes within its time. The caller
+        ends the process if not.
+        """
         while not reading.done():
             limit = seconds if self._queue.is_slow(ticket) else min(QUANTUM, seconds)
             left = limit - _processor_seconds(pid)
@@ -237,7 +261,9 @@ async def _read_outcome(reader: asyncio.StreamReader) -> Outcome:
 def _processor_seconds(pid: int) -> float:
     """Processor time that a process has used; 0 if it has ended."""
     try:
-        return time.clock_gettime(~pid << 3 | 2)  # Linux's clock of a process, as clock_getcpuclockid gives it.
+        return time.clock_gettime(
+            ~pid << 3 | 2
+        )  # Linux's clock of a process, as clock_getcpuclockid gives it.
     except OSError:
         return 0.0
 

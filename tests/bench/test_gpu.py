@@ -1,4 +1,6 @@
-"""The GPU's bench where there is none: its arithmetic, its bars, the code that only a GPU runs over a stand-in, and a small run of it."""
+"""The GPU's bench where there is none: its arithmetic, its bars, the code that only a GPU runs over
+a stand-in, and a small run of it.
+"""
 
 import argparse
 import json
@@ -73,24 +75,42 @@ def test_the_workload_and_its_floor() -> None:
     assert (len(lengths), workload.num_tokens, sum(lengths)) == (256, 133_966, 142_827)
     seconds = workload_seconds(STARCODER_1B, lengths, workload.outputs, H200)
     assert seconds == pytest.approx(1.21, abs=0.006)
-    assert workload_seconds(STARCODER_1B, lengths, workload.outputs, Ceilings(2.039e12, 312e12)) == pytest.approx(2.91, abs=0.006)
+    assert workload_seconds(
+        STARCODER_1B, lengths, workload.outputs, Ceilings(2.039e12, 312e12)
+    ) == pytest.approx(2.91, abs=0.006)
 
 
 def test_expected_steps_are_those_that_were_measured_and_an_h200_is_faster_by_bytes_alone() -> None:
     for engine in expected.ENGINES:
         for rows, keys in expected.KEYS.items():
-            assert sum(expected.pieces(engine, rows, keys).values()) == pytest.approx(engine.steps[rows])
-    (here, there), rows = (expected.pieces(expected.CHANGED, 256, 256 * 840, limits) for limits in (expected.H100, expected.H200)), 256
+            assert sum(expected.pieces(engine, rows, keys).values()) == pytest.approx(
+                engine.steps[rows]
+            )
+    (here, there), rows = (
+        (
+            expected.pieces(expected.CHANGED, 256, 256 * 840, limits)
+            for limits in (expected.H100, expected.H200)
+        ),
+        256,
+    )
     keys_bytes = rows * 840 * STARCODER_1B.key_bytes
     gain = keys_bytes * (1 / expected.H100.bandwidth - 1 / expected.H200.bandwidth) * 1e6
-    assert here["attention with store and join"] - there["attention with store and join"] == pytest.approx(gain)
-    assert {name for name in here if here[name] == there[name]} == {"add + norm", "draw", "rest and gaps"}
+    assert here["attention with store and join"] - there[
+        "attention with store and join"
+    ] == pytest.approx(gain)
+    assert {name for name in here if here[name] == there[name]} == {
+        "add + norm",
+        "draw",
+        "rest and gaps",
+    }
 
 
 def test_the_expected_share_of_the_floor() -> None:
     """Beside what the trials' own model says of the device alone: 61 % with the five changes."""
     workload = nano_vllm(*WORKLOADS[False])
-    floor = workload_seconds(STARCODER_1B, list(map(len, workload.prompts)), workload.outputs, expected.H100)
+    floor = workload_seconds(
+        STARCODER_1B, list(map(len, workload.prompts)), workload.outputs, expected.H100
+    )
     totals, lost = expected.workload_of(expected.CHANGED, workload, expected.H100)
     assert floor / sum(totals.values()) == pytest.approx(0.60, abs=0.01) and lost < 0.005
     lines = [line.split("  ") for line in expected.report().splitlines()]
@@ -102,7 +122,10 @@ def test_the_model_has_starcoderbase_1b_s_shape(tmp_path: Path) -> None:
     config = json.loads((EMBEDDED_MODEL / "config.json").read_text()) | SIZES[False]
     (tmp_path / "config.json").write_text(json.dumps(config))
     spec = read_spec(tmp_path)
-    streamed = sum(parameter.numel() for parameter in meta_decoder(spec).parameters()) - spec.max_positions * spec.hidden_size
+    streamed = (
+        sum(parameter.numel() for parameter in meta_decoder(spec).parameters())
+        - spec.max_positions * spec.hidden_size
+    )
     assert streamed == STARCODER_1B.streamed
     assert spec.kv_bytes_per_token(2) == STARCODER_1B.key_bytes == 12_288
 
@@ -115,27 +138,47 @@ def attention(rate: float, latency: float) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for heads, head_dim in HEADS:
         sizes = {f"{batch}x{context}": 4.0 * batch * context * head_dim for batch, context in CASES}
-        found[f"{heads}x{head_dim}"] = {case: {"seconds": size / rate, "bytes": size, "graph": True} for case, size in sizes.items()}
+        found[f"{heads}x{head_dim}"] = {
+            case: {"seconds": size / rate, "bytes": size, "graph": True}
+            for case, size in sizes.items()
+        }
         found[f"{heads}x{head_dim}"]["1x1024"]["seconds"] = latency
     return found
 
 
 WHOLE: dict[str, Any] = {
     "checkpoint": {
-        "shape": {"streamed": 1_120_430_080, "layers": 24, "heads": 16, "head_dim": 128, "itemsize": 2},
+        "shape": {
+            "streamed": 1_120_430_080,
+            "layers": 24,
+            "heads": 16,
+            "head_dim": 128,
+            "itemsize": 2,
+        },
         "workload": WORKLOADS[False],
     },
     "ceilings": {"copy": {"rate": 4.3e12}, "read": {"rate": 4.4e12}, "matmul": {"rate": 790e12}},
-    "ceilings_after": {"copy": {"rate": 4.2e12}, "read": {"rate": 4.3e12}, "matmul": {"rate": 760e12}},
+    "ceilings_after": {
+        "copy": {"rate": 4.2e12},
+        "read": {"rate": 4.3e12},
+        "matmul": {"rate": 760e12},
+    },
     "attention": {"onehead": attention(0.86 * 4.3e12, 7.9e-6), "sdpa": attention(1e12, 9e-6)},
-    "step": {"kernels": "triton", "256x2048": {"seconds": 3e-3}, "waits": {"asked": True, "kinds": ["greedy", "mask"], "waiting": {}}},
+    "step": {
+        "kernels": "triton",
+        "256x2048": {"seconds": 3e-3},
+        "waits": {"asked": True, "kinds": ["greedy", "mask"], "waiting": {}},
+    },
     "serve": {
         "engine": {"output_tokens_per_second": 65_000.0, "rounds": [{"failed": 0}]},
         "http": {"output_tokens_per_second": 60_000.0, "rounds": [{"failed": 0}]},
         "host": {"host": 0.9e-3, "step": 3e-3, "sequences": 256, "overlapped": 0.98},
         "gpu": {"seconds": 2.8e-3},
     },
-    "peers": {"static": {"output_tokens_per_second": 20_000.0}, "continuous": {"output_tokens_per_second": 9_000.0}},
+    "peers": {
+        "static": {"output_tokens_per_second": 20_000.0},
+        "continuous": {"output_tokens_per_second": 9_000.0},
+    },
     "numerics": {
         "logits": {"float32": 1e-4, "bfloat16": 0.3, "reference_bfloat16": 0.2, "largest": 14.0},
         "greedy": {"tokens": 200, "asked": 200, "first_difference": None, "gap": None},
@@ -147,8 +190,15 @@ MUTANTS: dict[str, tuple[Any, ...]] = {
     "ceilings_after/matmul/rate": (740e12, "copy and matrix product at the end"),
     "attention/onehead/16x128/256x2048/seconds": (1e-4, "85% of the copy"),
     "attention/onehead/16x128/1x1024/seconds": (8.1e-6, "8 us for 1x1024"),
-    "attention/onehead/71x64/256x8192": ({"failed": "RuntimeError"}, "every part ran whole", "attention of 71x64: 85%"),
-    "step/waits/waiting": ({"mask": "called a synchronizing CUDA operation"}, "a launch wait for the GPU"),
+    "attention/onehead/71x64/256x8192": (
+        {"failed": "RuntimeError"},
+        "every part ran whole",
+        "attention of 71x64: 85%",
+    ),
+    "step/waits/waiting": (
+        {"mask": "called a synchronizing CUDA operation"},
+        "a launch wait for the GPU",
+    ),
     "serve/engine/output_tokens_per_second": (50_000.0, "engine: 55% of the floor"),
     "serve/http/output_tokens_per_second": (45_000.0, "http: 50% of the floor"),
     "serve/host/host": (1.1e-3, "under 1 ms"),
@@ -159,7 +209,10 @@ MUTANTS: dict[str, tuple[Any, ...]] = {
     "peers/continuous/failed": ("status 1", "every part ran whole"),
     "numerics/logits/float32": (2e-3, "float32 logits"),
     "numerics/logits/bfloat16": (0.5, "bfloat16 logits"),
-    "numerics/greedy": ({"tokens": 200, "asked": 200, "first_difference": 17, "gap": 2.1e-4}, "greedy tokens"),
+    "numerics/greedy": (
+        {"tokens": 200, "asked": 200, "first_difference": 17, "gap": 2.1e-4},
+        "greedy tokens",
+    ),
     "numerics/greedy/tokens": (199, "greedy tokens"),
     "numerics/kernel/16x128/differ": (1, "kernel of 16x128"),
     "numerics/engine/differ": (1, "engine.deterministic"),
@@ -183,14 +236,18 @@ def test_every_bar_can_be_missed(path: str) -> None:
     for step in outer:
         place = place[step]
     place[last], *words = MUTANTS[path]
-    assert [word in what for word, what in zip(words, missed(found), strict=True)] == [True] * len(words)
+    assert [word in what for word, what in zip(words, missed(found), strict=True)] == [True] * len(
+        words
+    )
 
 
 def test_what_cannot_be_judged_costs_no_other_bar() -> None:
     found = deepcopy(WHOLE)
     found["serve"]["host"]["host"] = "soon"
     assert missed(found) == ["service: can be judged"]
-    assert len(bars(found, list(WHOLE), judged=True)) == len(bars(WHOLE, list(WHOLE), judged=True)) - 3
+    assert (
+        len(bars(found, list(WHOLE), judged=True)) == len(bars(WHOLE, list(WHOLE), judged=True)) - 3
+    )
 
 
 def test_a_greedy_difference_that_the_logits_explain_holds() -> None:
@@ -203,21 +260,33 @@ def test_a_greedy_difference_that_the_logits_explain_holds() -> None:
 def test_a_floor_that_nobody_can_beat_and_a_share_of_the_copy() -> None:
     checks = {check.what: check.found for check in bars(WHOLE, list(WHOLE), judged=True)}
     workload = nano_vllm(*WORKLOADS[False])
-    seconds = workload_seconds(STARCODER_1B, list(map(len, workload.prompts)), workload.outputs, Ceilings(4.4e12, 790e12))
-    assert f"of {workload.num_tokens / seconds:,.0f} tokens/s" in checks["engine: 55% of the floor's rate"]
+    seconds = workload_seconds(
+        STARCODER_1B, list(map(len, workload.prompts)), workload.outputs, Ceilings(4.4e12, 790e12)
+    )
+    assert (
+        f"of {workload.num_tokens / seconds:,.0f} tokens/s"
+        in checks["engine: 55% of the floor's rate"]
+    )
     assert (
         "256x2048 86% (of the read's 84%)"
-        in checks["attention of 16x128: 85% of the copy's bandwidth from 200 MB on, without writing keys"]
+        in checks[
+            "attention of 16x128: 85% of the copy's bandwidth from 200 MB on, without writing keys"
+        ]
     )
 
 
 def test_cases_of_which_bandwidth_is_asked() -> None:
-    assert full_cases(128) == ["32x32768", "256x2048", "256x8192"] and full_cases(64) == ["32x32768", "256x8192"]
+    assert full_cases(128) == ["32x32768", "256x2048", "256x8192"] and full_cases(64) == [
+        "32x32768",
+        "256x8192",
+    ]
 
 
 def test_only_what_was_to_run_is_judged() -> None:
     found = {"ceilings": WHOLE["ceilings"], "attention": WHOLE["attention"]}
-    assert [check.holds for check in bars(found, ["ceilings", "attention"], judged=True)] == [True] * 9
+    assert [check.holds for check in bars(found, ["ceilings", "attention"], judged=True)] == [
+        True
+    ] * 9
     assert len(bars(WHOLE, list(WHOLE), judged=False)) == 6
 
 
@@ -232,7 +301,9 @@ def test_what_was_not_measured_is_missed(part: str) -> None:
 
 
 class FakeEvent:
-    """Reads a clock that a call moves on. Its device is `behind` for as long as nobody has waited."""
+    """Reads a clock that a call moves on. Its device is `behind` for as long as nobody has
+    waited.
+    """
 
     now = 0.0
     behind = True
@@ -277,8 +348,15 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     def set_stream(_: Any) -> None:
         FakeCapture.on = "ours"
 
-    fakes: dict[str, Any] = {name: FakeCapture for name in ("Stream", "stream", "CUDAGraph", "current_stream")}
-    fakes |= {"graph": lambda _, stream: FakeCapture(), "Event": FakeEvent, "synchronize": lambda: None, "set_stream": set_stream}
+    fakes: dict[str, Any] = {
+        name: FakeCapture for name in ("Stream", "stream", "CUDAGraph", "current_stream")
+    }
+    fakes |= {
+        "graph": lambda _, stream: FakeCapture(),
+        "Event": FakeEvent,
+        "synchronize": lambda: None,
+        "set_stream": set_stream,
+    }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
 
@@ -325,7 +403,9 @@ class FakeFlight:
 
 
 class FakeRunner:
-    """Waits for the device, which an error says, or the failure of a row whose draw got that error."""
+    """Waits for the device, which an error says, or the failure of a row whose draw got that
+    error.
+    """
 
     mode = "default"
 
@@ -339,11 +419,15 @@ class FakeRunner:
         assert FakeRunner.mode == "error"
         if self._how == "error":
             raise RuntimeError("called a synchronizing CUDA operation")
-        return FakeFlight(SampleError("an internal error") if self._how == "row" else SampledToken(1, 0.0))
+        return FakeFlight(
+            SampleError("an internal error") if self._how == "row" else SampledToken(1, 0.0)
+        )
 
 
 def test_launches_that_wait_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: setattr(FakeRunner, "mode", mode))
+    monkeypatch.setattr(
+        torch.cuda, "set_sync_debug_mode", lambda mode: setattr(FakeRunner, "mode", mode)
+    )
     plan = plan_of(PAGE_SIZE, [GREEDY])
     assert [waiting(FakeRunner(how), plan) for how in ("", "error", "row")] == [
         None,
@@ -356,18 +440,25 @@ def test_launches_that_wait_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_kind_of_request_draws() -> None:
     """What could draw nothing would be told as one that waits."""
     samples = kinds(100)["together"]
-    assert all(isinstance(drawn, SampledToken) for drawn in draw(torch.randn(len(samples), 100), samples))
+    assert all(
+        isinstance(drawn, SampledToken) for drawn in draw(torch.randn(len(samples), 100), samples)
+    )
 
 
 @pytest.mark.parametrize("behind", [True, False])
-def test_waiting_is_not_the_host_s_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behind: bool) -> None:
+def test_waiting_is_not_the_host_s_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behind: bool
+) -> None:
     """The real engine and worker over a stand-in's stream: 5 ms of every step are the device's."""
     # Kernels are imported in tests/triton alone, under its interpreter.
     monkeypatch.setattr(launch_costs, "create_backend", lambda _, *sizes: ListedReference(*sizes))
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(FakeEvent, "behind", behind)
     monkeypatch.setattr(launch_costs.Done, "mark", lambda _: streams.CudaEvent())
-    part, wait = Part(tmp_path / "gpu.zip", "part", "cpu", True, tmp_path, 100.0), streams.CudaEvent.wait
+    part, wait = (
+        Part(tmp_path / "gpu.zip", "part", "cpu", True, tmp_path, 100.0),
+        streams.CudaEvent.wait,
+    )
     worker = launch_costs.make_worker(len(part.workload.prompts), 256)
     fill(part, worker.core)
     found = steady(part, worker)
@@ -377,27 +468,38 @@ def test_waiting_is_not_the_host_s_work(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 class FakeWrapper:
-    """FlashInfer's, by its documentation: indptr, indices and last page's length; 4-dimensional pages."""
+    """FlashInfer's, by its documentation: indptr, indices and last page's length; 4-dimensional
+    pages.
+    """
 
     def __init__(self, workspace: torch.Tensor, layout: str, use_tensor_cores: bool) -> None:
         assert workspace.dtype is torch.uint8 and layout == "NHD" and use_tensor_cores
 
-    def plan(self, *lists_and_sizes: Any, q_data_type: Any, kv_data_type: Any, sm_scale: float) -> None:
+    def plan(
+        self, *lists_and_sizes: Any, q_data_type: Any, kv_data_type: Any, sm_scale: float
+    ) -> None:
         self.ends, self.order, self.last, *sizes = lists_and_sizes
-        assert all(x.dtype is torch.int32 for x in (self.ends, self.order, self.last)) and sizes[1:] == [1, 32, PAGE_SIZE]
+        assert all(x.dtype is torch.int32 for x in (self.ends, self.order, self.last)) and sizes[
+            1:
+        ] == [1, 32, PAGE_SIZE]
         self.scale = sm_scale
 
     def run(self, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         outputs = []
         for i, q_Hd in enumerate(q):
             order = self.order[self.ends[i] : self.ends[i + 1]].long()
-            keys, values = (x[order, :, 0].flatten(0, 1)[: (len(order) - 1) * PAGE_SIZE + self.last[i]] for x in pages)
+            keys, values = (
+                x[order, :, 0].flatten(0, 1)[: (len(order) - 1) * PAGE_SIZE + self.last[i]]
+                for x in pages
+            )
             outputs.append((q_Hd @ keys.T * self.scale).softmax(-1) @ values)
         return torch.stack(outputs)
 
 
 def test_flashinfer_is_asked_for_what_ours_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=FakeWrapper))
+    monkeypatch.setitem(
+        sys.modules, "flashinfer", SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=FakeWrapper)
+    )
     monkeypatch.setattr("bench.gpu.attention.backend_name", lambda *_: "reference")
     problem = Problem(4, 32, [70, 64, 1], torch.float32, "cpu")
     torch.testing.assert_close(problem.ours()(0), flashinfer(problem)(0))
@@ -408,7 +510,10 @@ def test_flashinfer_is_asked_for_what_ours_computes(monkeypatch: pytest.MonkeyPa
 def test_peers_compute_what_ours_does(monkeypatch: pytest.MonkeyPatch, heads: int) -> None:
     """Over pages in their order, as these peers have them; after ours has written the last keys."""
     monkeypatch.setattr("bench.gpu.attention.backend_name", lambda *_: "reference")
-    monkeypatch.setattr("bench.gpu.attention.random", SimpleNamespace(Random=lambda _: SimpleNamespace(sample=lambda pages, _: pages)))
+    monkeypatch.setattr(
+        "bench.gpu.attention.random",
+        SimpleNamespace(Random=lambda _: SimpleNamespace(sample=lambda pages, _: pages)),
+    )
     problem = Problem(heads, 16, [128, 128], torch.float32, "cpu")
     expected = problem.ours()(0).view(2, heads, 16)
     for call in (problem.attending(), sdpa(problem), flex(problem)):
@@ -416,7 +521,10 @@ def test_peers_compute_what_ours_does(monkeypatch: pytest.MonkeyPatch, heads: in
 
 
 def test_a_call_is_timed_over_layers_with_keys_of_their_own() -> None:
-    sizes = [4 * batch * context * 128 for batch, context in ((1, 1024), (32, 8192), (256, 2048), (256, 8192))]
+    sizes = [
+        4 * batch * context * 128
+        for batch, context in ((1, 1024), (32, 8192), (256, 2048), (256, 8192))
+    ]
     assert list(map(layers_of, sizes)) == [24, 14, 7, 1]
 
 
@@ -426,9 +534,17 @@ def test_a_call_is_timed_over_layers_with_keys_of_their_own() -> None:
 def test_continuous_batching_s_options_by_either_version_s_names(tmp_path: Path) -> None:
     peers = pytest.importorskip("bench.gpu.peers", exc_type=ImportError)
     shared = "num_blocks", "max_batch_tokens", "max_requests_per_batch", "allow_block_sharing"
-    old, new = make_dataclass("Old", [*shared, "block_size"]), make_dataclass("New", [*shared, "page_size", "block_size"])
+    old, new = (
+        make_dataclass("Old", [*shared, "block_size"]),
+        make_dataclass("New", [*shared, "page_size", "block_size"]),
+    )
     part = Part(tmp_path / "gpu.zip", "part", "cuda", False, tmp_path, 10.0)
-    expected = {"num_blocks": 2304, "max_batch_tokens": 4096, "max_requests_per_batch": 256, "allow_block_sharing": False}
+    expected = {
+        "num_blocks": 2304,
+        "max_batch_tokens": 4096,
+        "max_requests_per_batch": 256,
+        "allow_block_sharing": False,
+    }
     assert peers.sizes(part, old) == expected | {"block_size": 256}
     assert peers.sizes(part, new) == expected | {"page_size": 256}
 
@@ -452,8 +568,12 @@ class FakeManager:
         return self._results.pop() if self._results else None
 
 
-@pytest.mark.parametrize(("told", "expected"), [(True, (10, 17)), (False, ("could not be counted", 7))])
-def test_a_cut_counts_the_tokens_of_who_is_not_done(tmp_path: Path, told: bool, expected: tuple[Any, int]) -> None:
+@pytest.mark.parametrize(
+    ("told", "expected"), [(True, (10, 17)), (False, ("could not be counted", 7))]
+)
+def test_a_cut_counts_the_tokens_of_who_is_not_done(
+    tmp_path: Path, told: bool, expected: tuple[Any, int]
+) -> None:
     peers = pytest.importorskip("bench.gpu.peers", exc_type=ImportError)
     part = Part(tmp_path / "gpu.zip", "part", "cpu", True, tmp_path, 100.0)
 
@@ -464,7 +584,9 @@ def test_a_cut_counts_the_tokens_of_who_is_not_done(tmp_path: Path, told: bool, 
 
     peers.continuous(part, SimpleNamespace(continuous_batching_context_manager=context))
     found = part.found["continuous"]
-    assert (found["unfinished_tokens"], found["output_tokens"]) == expected and found["requests"] == 6
+    assert (found["unfinished_tokens"], found["output_tokens"]) == expected and found[
+        "requests"
+    ] == 6
 
 
 def test_generate_that_is_cut_counts_what_there_is(tmp_path: Path) -> None:
@@ -482,7 +604,11 @@ def test_generate_that_is_cut_counts_what_there_is(tmp_path: Path) -> None:
     peers.static(part, SimpleNamespace(generate=generate))
     found, outputs = part.found["static"], part.workload.outputs
     assert calls == [8, 11] and (found["steps"], found["asked_steps"]) == (11, max(outputs))
-    assert found["output_tokens"] == sum(min(output, 11) for output in outputs) < part.workload.num_tokens
+    assert (
+        found["output_tokens"]
+        == sum(min(output, 11) for output in outputs)
+        < part.workload.num_tokens
+    )
 
 
 # --- parts
@@ -490,15 +616,21 @@ def test_generate_that_is_cut_counts_what_there_is(tmp_path: Path) -> None:
 
 def test_what_fails_is_written_down_and_the_rest_goes_on(tmp_path: Path) -> None:
     part = Part(tmp_path / "gpu.zip", "part", "cpu", True, tmp_path, 10.0)
-    for error in (RuntimeError("no such kernel"), SystemExit("no server"), ModuleNotFoundError("No module named 'peer'")):
+    for error in (
+        RuntimeError("no such kernel"),
+        SystemExit("no server"),
+        ModuleNotFoundError("No module named 'peer'"),
+    ):
         with part.guarded(type(error).__name__):
             raise error
     part.note("a/b", 1.5)
     found = Archive(part.archive).record["parts"]["part"]
-    assert found["RuntimeError"] == {"failed": "RuntimeError: no such kernel"} and found["SystemExit"] == {
-        "failed": "SystemExit: no server"
+    assert found["RuntimeError"] == {"failed": "RuntimeError: no such kernel"} and found[
+        "SystemExit"
+    ] == {"failed": "SystemExit: no server"}
+    assert found["ModuleNotFoundError"] == {"missing": "No module named 'peer'"} and found["a"] == {
+        "b": 1.5
     }
-    assert found["ModuleNotFoundError"] == {"missing": "No module named 'peer'"} and found["a"] == {"b": 1.5}
 
 
 def test_a_part_out_of_time_is_ended(tmp_path: Path) -> None:
@@ -506,12 +638,19 @@ def test_a_part_out_of_time_is_ended(tmp_path: Path) -> None:
     assert "not done after" in child(options, "ceilings", tmp_path, 0.02)["failed"]
 
 
-def test_what_a_part_that_crashed_leaves_behind_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_part_that_crashed_leaves_behind_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A part whose server goes on."""
     script = tmp_path / "part.py"
-    script.write_text("import subprocess, sys\nprint(subprocess.Popen(['sleep', '60']).pid, flush=True)\nsys.exit('crashed')\n")
+    script.write_text(
+        "import subprocess, sys\nprint(subprocess.Popen(['sleep', '60']).pid, "
+        "flush=True)\nsys.exit('crashed')\n"
+    )
     popen = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda _, **how: popen([sys.executable, str(script)], **how))
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda _, **how: popen([sys.executable, str(script)], **how)
+    )
     options = argparse.Namespace(output=tmp_path, device="cuda", small=True)
     assert child(options, "ceilings", tmp_path, 30.0)["failed"] == "status 1: crashed"
     server, end = int((tmp_path / "ceilings.log").read_text().split()[0]), time.monotonic() + 10
@@ -526,7 +665,9 @@ def lives(pid: int) -> bool:
     return False
 
 
-def test_a_picture_that_fails_costs_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_picture_that_fails_costs_no_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def draw(*_: Any) -> None:
         raise ValueError("no axes")
 
@@ -538,7 +679,8 @@ def test_a_picture_that_fails_costs_no_figure(tmp_path: Path, monkeypatch: pytes
     assert gpu.conclude(archive.path, WHOLE, list(WHOLE), judged=True) == 0
     members = read(archive.path)
     assert (
-        json.loads(members["gpu.json"])["parts"]["ceilings"] == WHOLE["ceilings"] and b"engine: 55% of the floor" in members["report.txt"]
+        json.loads(members["gpu.json"])["parts"]["ceilings"] == WHOLE["ceilings"]
+        and b"engine: 55% of the floor" in members["report.txt"]
     )
     assert "the picture: ValueError: no axes" in capsys.readouterr().err
 
@@ -557,7 +699,9 @@ for number in range(10**6):
 
 
 def test_an_archive_whose_writer_is_killed_holds_what_was_noted(tmp_path: Path) -> None:
-    """SIGKILL at random moments: every figure that the writer has reported as kept is there, and every member is whole."""
+    """SIGKILL at random moments: every figure that the writer has reported as kept is there, and
+    every member is whole.
+    """
     rng = random.Random(0)
     counts = []
     for attempt in range(8):
@@ -575,8 +719,12 @@ def test_an_archive_whose_writer_is_killed_holds_what_was_noted(tmp_path: Path) 
     assert max(counts) > 10
 
 
-def test_an_archive_is_there_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A member that cannot be written, and a process that ends before the new archive takes the old one's place."""
+def test_an_archive_is_there_whole_or_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member that cannot be written, and a process that ends before the new archive takes the old
+    one's place.
+    """
     archive = Archive(tmp_path / "gpu.zip")
     archive.record["a"] = 1
     archive.write({"a.log": b"one"})
@@ -595,7 +743,16 @@ def test_an_archive_is_there_whole_or_as_it_was(tmp_path: Path, monkeypatch: pyt
 
 
 def run(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--output", str(tmp_path / "out"), *options]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.gpu",
+        "--device",
+        "cpu",
+        "--output",
+        str(tmp_path / "out"),
+        *options,
+    ]
     return subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
 
 

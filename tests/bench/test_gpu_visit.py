@@ -1,4 +1,6 @@
-"""A visit to a GPU host, where there is none: its archive, the parts that only a visit runs, and the training of the embedded model."""
+"""A visit to a GPU host, where there is none: its archive, the parts that only a visit runs, and
+the training of the embedded model.
+"""
 
 import json
 import subprocess
@@ -26,8 +28,21 @@ from tests.support.paths import ROOT
 
 
 def test_a_visit_leaves_one_archive_of_everything(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--small", "--only", "ceilings,attention", "--output", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=150)
+    command = [
+        sys.executable,
+        "-m",
+        "bench.gpu",
+        "--device",
+        "cpu",
+        "--small",
+        "--only",
+        "ceilings,attention",
+        "--output",
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=150
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["gpu.zip"]
     members = read(tmp_path / "gpu.zip")
@@ -36,15 +51,23 @@ def test_a_visit_leaves_one_archive_of_everything(tmp_path: Path) -> None:
     found = json.loads(members["gpu.json"])
     assert found["server"]["device"] == "cpu" and all(check["holds"] for check in found["checks"])
     cases = {
-        kernel: {heads: set(by_case) for heads, by_case in found["parts"]["attention"][kernel].items()}
+        kernel: {
+            heads: set(by_case) for heads, by_case in found["parts"]["attention"][kernel].items()
+        }
         for kernel in ("onehead", "sdpa", "flex")
     }
     assert cases["onehead"] == {"4x32": {"1x64", "3x128"}, "3x16": {"1x64", "3x128"}}
     assert cases["sdpa"] == cases["flex"] == {"4x32": {"3x128"}, "3x16": {"3x128"}}
     assert len(members["gpu.png"]) > 10_000
-    assert "onehead 4x32 3x128, no graph" in done.stdout and members["report.txt"].decode() in done.stdout
+    assert (
+        "onehead 4x32 3x128, no graph" in done.stdout
+        and members["report.txt"].decode() in done.stdout
+    )
     figure = found["parts"]["attention"]["onehead"]["4x32"]["3x128"]
-    assert figure["seconds_with_write"] > 0 and figure["spread"][0] <= figure["seconds"] <= figure["spread"][1]
+    assert (
+        figure["seconds_with_write"] > 0
+        and figure["spread"][0] <= figure["seconds"] <= figure["spread"][1]
+    )
     assert found["parts"]["ceilings_after"]["copy"]["rate"] > 0
 
 
@@ -77,19 +100,31 @@ def _on_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_checks_pass_here(part: Part) -> None:
     check.measure(part)
     assert part.found["attention"] == {"4x32 float32": {"kernels": "torch"}}
-    assert set(part.found["replays"]) == {"default"} and part.found["replays"]["default"]["logprob_distance"] < 1e-3
+    assert (
+        set(part.found["replays"]) == {"default"}
+        and part.found["replays"]["default"]["logprob_distance"] < 1e-3
+    )
 
 
 @pytest.mark.usefixtures("_on_torch")
 def test_a_check_finds_what_is_wrong(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention that is off by a little, or that depends on the batch; a step that ignores its plan's contexts."""
+    """Attention that is off by a little, or that depends on the batch; a step that ignores its
+    plan's contexts.
+    """
     run: Any = Case.run
 
-    def off(case: Case, chosen: list[int], layer: int = 0, name: str | None = None, *more: Any) -> Any:
+    def off(
+        case: Case, chosen: list[int], layer: int = 0, name: str | None = None, *more: Any
+    ) -> Any:
         return [o + 1e-2 * (name != "reference") for o in run(case, chosen, layer, name, *more)]
 
-    def in_company(case: Case, chosen: list[int], layer: int = 0, name: str | None = None, *more: Any) -> Any:
-        return [o + 1e-6 * (len(chosen) > 1 and name is None) for o in run(case, chosen, layer, name, *more)]
+    def in_company(
+        case: Case, chosen: list[int], layer: int = 0, name: str | None = None, *more: Any
+    ) -> Any:
+        return [
+            o + 1e-6 * (len(chosen) > 1 and name is None)
+            for o in run(case, chosen, layer, name, *more)
+        ]
 
     for wrong in (off, in_company):
         with monkeypatch.context() as patch:
@@ -99,7 +134,8 @@ def test_a_check_finds_what_is_wrong(part: Part, monkeypatch: pytest.MonkeyPatch
 
     class Stale(ModelRunner):
         def run(self, plan: StepPlan) -> Any:
-            return super().run(StepPlan(tuple(check.rows_of([1] * len(plan.rows), plan.rows[0].sample))))  # type: ignore[arg-type]
+            sample: Any = plan.rows[0].sample
+            return super().run(StepPlan(tuple(check.rows_of([1] * len(plan.rows), sample))))
 
     monkeypatch.setattr(check, "ModelRunner", Stale)
     with pytest.raises(AssertionError):
@@ -112,10 +148,17 @@ def test_the_profile_of_a_step(part: Part) -> None:
     for case in ("1x64", "3x128"):
         least, most = part.found[case]["temperature 0.6"]["step"]["spread"]
         assert 0 < least <= part.found[case]["temperature 0.6"]["step"]["seconds"] <= most
-        assert part.found[case]["temperature 0.6, by kernel"] == {"kernels": {}, "seconds": 0, "calls": 0}
+        assert part.found[case]["temperature 0.6, by kernel"] == {
+            "kernels": {},
+            "seconds": 0,
+            "calls": 0,
+        }
 
 
-@pytest.mark.skipif(find_spec("triton") is not None, reason="Triton is installed, and its interpreter is chosen when a process starts")
+@pytest.mark.skipif(
+    find_spec("triton") is not None,
+    reason="Triton is installed, and its interpreter is chosen when a process starts",
+)
 def test_without_triton_there_is_nothing_to_sweep(part: Part) -> None:
     sweep.measure(part)
     (configurations,) = part.found.values()
@@ -127,7 +170,11 @@ def test_without_triton_there_is_nothing_to_sweep(part: Part) -> None:
 
 def test_the_rate_rises_by_steps_and_falls_with_the_time() -> None:
     rates = [embedded_model.rate_at(done, 10_000) for done in np.linspace(0, 1.2, 13)]
-    assert rates[0] == 1.0 and rates == sorted(rates, reverse=True) and rates[-1] == pytest.approx(embedded_model.LEAST_RATE)
+    assert (
+        rates[0] == 1.0
+        and rates == sorted(rates, reverse=True)
+        and rates[-1] == pytest.approx(embedded_model.LEAST_RATE)
+    )
     assert embedded_model.rate_at(0.0, 0) == 1 / embedded_model.WARMUP_STEPS
 
 
@@ -136,14 +183,20 @@ def test_a_small_run_writes_a_checkpoint(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
     (data / "a.py").write_text("def f(x):\n    return x + 1\n" * 200)
-    assert embedded_model.main(["--data", str(data), "--output", str(tmp_path / "out"), "--minutes", "1", "--small"]) == 0
+    assert (
+        embedded_model.main(
+            ["--data", str(data), "--output", str(tmp_path / "out"), "--minutes", "1", "--small"]
+        )
+        == 0
+    )
     state = json.loads((tmp_path / "out" / "state.json").read_text())
     assert state["step"] == len(state["losses"]) > 2 and state["losses"][-1] < state["losses"][0]
     load_decoder(tmp_path / "out", read_spec(tmp_path / "out"), torch.float32, torch.device("cpu"))
 
 
 METADATA = (
-    "Metadata-Version: 2.4\nName: {name}\nVersion: 1.0\nLicense-Expression: {licence}\nClassifier: License :: OSI Approved :: {licence}\n"
+    "Metadata-Version: 2.4\nName: {name}\nVersion: 1.0\nLicense-Expression: "
+    "{licence}\nClassifier: License :: OSI Approved :: {licence}\n"
 )
 GOOD = "def add(x, y):\n    return x + y\n" * 20
 
@@ -153,20 +206,39 @@ def wheel(folder: Path, name: str, licence: str, files: dict[str, str]) -> Path:
     with zipfile.ZipFile(path, "w") as archive:
         for file, text in files.items():
             archive.writestr(file, text)
-        archive.writestr(f"{name}-1.0.dist-info/METADATA", METADATA.format(name=name, licence=licence))
+        archive.writestr(
+            f"{name}-1.0.dist-info/METADATA", METADATA.format(name=name, licence=licence)
+        )
     return path
 
 
-def test_the_corpus_holds_code_under_permissive_licences_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_corpus_holds_code_under_permissive_licences_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     archives = {
-        "kind": wheel(tmp_path, "kind", "MIT", {"kind/a.py": GOOD, "kind/b.py": GOOD.replace("  ", " "), "kind/data/c.py": GOOD + "#"}),
+        "kind": wheel(
+            tmp_path,
+            "kind",
+            "MIT",
+            {"kind/a.py": GOOD, "kind/b.py": GOOD.replace("  ", " "), "kind/data/c.py": GOOD + "#"},
+        ),
         "strict": wheel(tmp_path, "strict", "GPL-3.0-only", {"strict/a.py": GOOD + "# strict"}),
-        "table": wheel(tmp_path, "table", "BSD-3-Clause", {"table/a.py": "x = [" + "1, " * 300 + "]\n", "table/b.py": GOOD + "# table"}),
+        "table": wheel(
+            tmp_path,
+            "table",
+            "BSD-3-Clause",
+            {"table/a.py": "x = [" + "1, " * 300 + "]\n", "table/b.py": GOOD + "# table"},
+        ),
     }
     monkeypatch.setattr(embedded_corpus, "download", lambda name, folder: archives.get(name))
     (tmp_path / "packages.txt").write_text("\n".join([*archives, "absent"]))
-    assert embedded_corpus.main([str(tmp_path / "out"), "--packages", str(tmp_path / "packages.txt")]) == 0
-    found = sorted(path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.py"))
+    assert (
+        embedded_corpus.main([str(tmp_path / "out"), "--packages", str(tmp_path / "packages.txt")])
+        == 0
+    )
+    found = sorted(
+        path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.py")
+    )
     assert len(found) == 2 and found[0].startswith("kind/kind/") and found[1] == "table/table/b.py"
     rows = (tmp_path / "out" / "packages.csv").read_text().splitlines()
     assert [row.split(",")[0] for row in rows] == ["name", "kind", "table"]
@@ -179,4 +251,6 @@ def test_every_package_of_the_corpus_is_named_once() -> None:
 
 def test_a_step_of_the_visit_is_a_decode_step() -> None:
     rows = check.rows_of([1, 65, 200], Sample(Sampling(), [1], []))
-    assert [len(row.pages[0]) for row in rows] == [1, 2, 4] and len({page for row in rows for page in row.pages[0]}) == 7
+    assert [len(row.pages[0]) for row in rows] == [1, 2, 4] and len(
+        {page for row in rows for page in row.pages[0]}
+    ) == 7

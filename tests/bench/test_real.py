@@ -1,4 +1,6 @@
-"""The suite on published weights, on a tiny checkpoint and with a llama.cpp that answers what a test wants."""
+"""The suite on published weights, on a tiny checkpoint and with a llama.cpp that answers what a
+test wants.
+"""
 
 import json
 import subprocess
@@ -27,7 +29,9 @@ def test_both_halves_of_the_text_have_as_many_tokens(subject: Subject) -> None:
     assert sum(map(len, windows)) == 2 * 300
 
 
-def test_perplexities_are_judged_by_llama_cpp_s(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_perplexities_are_judged_by_llama_cpp_s(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[tuple[str, str]] = []
 
     def answer(self: Published, file: Path, do: str, **arguments: Any) -> dict[str, Any]:
@@ -43,18 +47,28 @@ def test_perplexities_are_judged_by_llama_cpp_s(subject: Subject, monkeypatch: p
     checks = {check.what: check for check in measures.perplexities(subject)}
     ours = float(checks["float32 as llama.cpp's F32, within 0.1 %"].found.split()[0])
     assert not checks["float32 as llama.cpp's F32, within 0.1 %"].holds
-    assert asked[:2] == [("weights.gguf", "quantize"), ("weights.gguf", "quantize")] and len(asked) == 5
+    assert (
+        asked[:2] == [("weights.gguf", "quantize"), ("weights.gguf", "quantize")]
+        and len(asked) == 5
+    )
     theirs = ours
     checks = {check.what: check for check in measures.perplexities(subject)}
     assert checks["float32 as llama.cpp's F32, within 0.1 %"].holds
-    assert len(asked) == 8 and asked[-1] == ("weights.gguf", "perplexity")  # The other types were written already.
+    assert len(asked) == 8 and asked[-1] == (
+        "weights.gguf",
+        "perplexity",
+    )  # The other types were written already.
 
 
-def test_speeds_are_medians_of_ratios_in_turns(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speeds_are_medians_of_ratios_in_turns(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(measures, "CLIENTS", {1: (1, 1.5), 2: (2, 1e9)})
     monkeypatch.setattr(measures, "OUTPUT_TOKENS", 3)
     monkeypatch.setattr(Published, "llama_cpp", lambda *_, **__: {"tokens_per_second": 1e-6})
-    checks = measures.speeds(Subject(subject.published, subject.served, subject.folder, ["int8"], subject.output, 2))
+    checks = measures.speeds(
+        Subject(subject.published, subject.served, subject.folder, ["int8"], subject.output, 2)
+    )
     assert [check.what for check in checks] == [
         "int8, 1 clients, at least 1.5 times llama.cpp's",
         "int8, 2 clients, at least 1000000000.0 times llama.cpp's",
@@ -67,6 +81,11 @@ def test_the_peer_s_script_needs_nothing_of_ours(tmp_path: Path) -> None:
     request.write_text(json.dumps({"do": "quantize"}))
     (tmp_path / "llama_cpp.py").write_text("raise RuntimeError('llama_cpp was imported')")
     done = subprocess.run(
-        [sys.executable, PEER, "x.gguf", request], capture_output=True, text=True, check=False, env={"PYTHONPATH": str(tmp_path)}, cwd="/"
+        [sys.executable, PEER, "x.gguf", request],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PYTHONPATH": str(tmp_path)},
+        cwd="/",
     )
     assert "llama_cpp was imported" in done.stderr

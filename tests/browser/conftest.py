@@ -1,7 +1,9 @@
-"""Fixtures of the browser suite: Debian's Chromium, driven by Playwright, on pages of a real server.
+"""Fixtures of the browser suite: Debian's Chromium, driven by Playwright, on pages of a real
+server.
 
-Invariant: a page that a test has opened through `open_page` has logged nothing and asked no other host for anything, unless the test says
-which lines it expects. Where Playwright or Chromium is missing, the tests are skipped with words.
+Invariant: a page that a test has opened through `open_page` has logged nothing and asked no other
+host for anything, unless the test says which lines it expects. Where Playwright or Chromium is
+missing, the tests are skipped with words.
 """
 
 import re
@@ -14,7 +16,9 @@ import pytest
 
 from tests.support.processes import ServerProcess
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -41,13 +45,19 @@ class Watch:
         page.on("request", lambda request: self.requests.append(request.url))
 
     def _on_console(self, message: Any) -> None:
-        """Keeps a line, unless it is about a look at how the server is: the page goes on looking after it is gone."""
+        """Keeps a line, unless it is about a look at how the server is: the page goes on looking
+        after it is gone.
+        """
         if not message.location["url"].endswith("/health"):
             self.console.append(f"{message.type}: {message.text}")
 
     @property
     def unexpected(self) -> list[str]:
-        return [line for line in self.console if not any(re.search(pattern, line) for pattern in self.expected)]
+        return [
+            line
+            for line in self.console
+            if not any(re.search(pattern, line) for pattern in self.expected)
+        ]
 
     @property
     def foreign(self) -> list[str]:
@@ -66,7 +76,9 @@ def browser() -> Iterator[Any]:
     from tests.browser.support import playwright
 
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        browser = driver.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
         yield browser
         browser.close()
 
@@ -82,14 +94,21 @@ OpenPage = Callable[..., Any]
 
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[OpenPage]:
-    """Opens a new page: `open_page(port, path="", expected=(), script="", **options)`, with the options of a Playwright context.
+    """Opens a new page: `open_page(port, path="", expected=(), script="", **options)`, with the
+    options of a Playwright context.
 
-    `script` runs before those of the page; `expected` are patterns of lines that it may log. The page's Watch is `page.watch`.
+    `script` runs before those of the page; `expected` are patterns of lines that it may log. The
+    page's Watch is `page.watch`.
     """
     opened: list[tuple[Any, Watch]] = []
 
     def open_one(
-        port: int, path: str = "", expected: tuple[str, ...] = (), script: str = "", host: str = "127.0.0.1", **options: Any
+        port: int,
+        path: str = "",
+        expected: tuple[str, ...] = (),
+        script: str = "",
+        host: str = "127.0.0.1",
+        **options: Any,
     ) -> Any:
         context = browser.new_context(**options)
         context.set_default_timeout(15_000)

@@ -1,6 +1,8 @@
-"""Takes the guides' pictures of the playground anew, from the embedded model: `python -m tests.browser.pictures`.
+"""Takes the guides' pictures of the playground anew, from the embedded model: `python -m
+tests.browser.pictures`.
 
-Fixed seeds and a fixed size give the same texts each time; only speeds and times differ, and the moment of the page map.
+Fixed seeds and a fixed size give the same texts each time; only speeds and times differ, and the
+moment of the page map.
 """
 
 import io
@@ -24,7 +26,11 @@ SETTINGS: dict[str, Any] = {"max_tokens": 90, "temperature": 0.6, "seed": 7}
 
 def save(page: Any, name: str) -> None:
     """Keeps a picture in 128 colours, which a page has no more of that an eye tells apart."""
-    picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    picture = (
+        Image.open(io.BytesIO(page.screenshot()))
+        .convert("RGB")
+        .quantize(256, dither=Image.Dither.NONE)
+    )
     picture.save(FOLDER / f"ui-{name}.png", optimize=True)
     print(FOLDER / f"ui-{name}.png", (FOLDER / f"ui-{name}.png").stat().st_size, "bytes")
 
@@ -32,7 +38,9 @@ def save(page: Any, name: str) -> None:
 def prepared(page: Any, name: str, **settings: Any) -> Mode:
     """A mode with these settings, its rarer ones closed again."""
     mode = Mode(page, name).set(**SETTINGS | settings)
-    mode.panel.locator("details.more").evaluate_all("(all) => all.forEach((one) => (one.open = false))")
+    mode.panel.locator("details.more").evaluate_all(
+        "(all) => all.forEach((one) => (one.open = false))"
+    )
     if page.viewport_size == PHONE:
         mode.panel.locator("details.settings").evaluate("(element) => { element.open = false; }")
     return mode
@@ -48,9 +56,9 @@ def take(browser: Any, port: int) -> None:
     page.locator(".token-card").wait_for()
     save(page, "complete")
     page.keyboard.press("Escape")
-    prepared(page, "fill", max_tokens=20).write("import os\n\ndef read(path):\n    with open(", 0).write(
-        "\n        return file.read()\n", 1
-    ).run()
+    prepared(page, "fill", max_tokens=20).write(
+        "import os\n\ndef read(path):\n    with open(", 0
+    ).write("\n        return file.read()\n", 1).run()
     save(page, "fill")
     page = browser.new_context(viewport=PHONE, color_scheme="dark").new_page()
     page.goto(f"http://127.0.0.1:{port}/")
@@ -62,7 +70,9 @@ def take_cache(browser: Any, server: ServerProcess) -> None:
     """Takes the pictures of the page map, under a load whose requests are the same each time."""
     pages = {}
     for scheme in ("light", "dark"):
-        pages[scheme] = browser.new_context(viewport={"width": 1280, "height": 1225}, color_scheme=scheme).new_page()
+        pages[scheme] = browser.new_context(
+            viewport={"width": 1280, "height": 1225}, color_scheme=scheme
+        ).new_page()
         pages[scheme].goto(f"http://127.0.0.1:{server.port}/#cache")
     with Load(server, 14):
         pages["light"].wait_for_timeout(60_000)
@@ -77,10 +87,14 @@ def take_cache(browser: Any, server: ServerProcess) -> None:
 def main() -> int:
     """Returns the exit status."""
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        browser = driver.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
         with ServerProcess(None, *NAME, "--cache.pages", "512") as server:
             take(browser, server.port)
-        with ServerProcess(None, *NAME, "--cache.pages", "104", "--engine.max_running", "12") as server:
+        with ServerProcess(
+            None, *NAME, "--cache.pages", "104", "--engine.max_running", "12"
+        ) as server:
             take_cache(browser, server)
     return 0
 

@@ -1,4 +1,6 @@
-"""What the browser tests share beside the fixtures. Importing it skips a test module where Playwright is missing."""
+"""What the browser tests share beside the fixtures. Importing it skips a test module where
+Playwright is missing.
+"""
 
 import json
 import socket
@@ -11,7 +13,9 @@ from typing import Any, Self
 
 import pytest
 
-playwright: Any = pytest.importorskip("playwright.sync_api", reason="the extra [browser] is missing: scripts/setup dev installs it")
+playwright: Any = pytest.importorskip(
+    "playwright.sync_api", reason="the extra [browser] is missing: scripts/setup dev installs it"
+)
 expect = playwright.expect
 TIMEOUT = 15_000
 """Milliseconds that an expectation may take: the machine may be busy."""
@@ -36,7 +40,9 @@ class Mode:
 
     def set(self, **values: Any) -> Self:
         """Types values of parameters, opening what hides them."""
-        self.panel.locator("details.settings, details.more").evaluate_all("(all) => all.forEach((one) => (one.open = true))")
+        self.panel.locator("details.settings, details.more").evaluate_all(
+            "(all) => all.forEach((one) => (one.open = true))"
+        )
         for name, value in values.items():
             field = self.field(name)
             if field.evaluate("(element) => element.tagName") == "SELECT":
@@ -46,7 +52,9 @@ class Mode:
         return self
 
     def write(self, text: str, number: int = 0) -> Self:
-        """Writes into a text of the mode: the prompt, the text before (0) or after (1) the gap, the message."""
+        """Writes into a text of the mode: the prompt, the text before (0) or after (1) the gap, the
+        message.
+        """
         self.panel.locator(".editor textarea").nth(number).fill(text)
         return self
 
@@ -71,18 +79,26 @@ class Mode:
         return self.press("Send" if self.name == "chat" else "Run").ended(count)
 
 
-TEXT_OF = """(output) => [...output.querySelectorAll(":scope > div > div")].map((line) => line.textContent).join("\\n")"""
+TEXT_OF = """(output) => [...output.querySelectorAll(":scope > div > div")].map((line) => line.textContent).join("\\n")"""  # noqa: E501
 
 
 def violations(page: Any) -> list[str]:
     """What axe-core finds wrong with the page as it stands."""
     page.evaluate(AXE.read_text())
-    found = page.evaluate("(tags) => axe.run(document, { runOnly: tags, preload: false })", STANDARDS)
-    return [f"{rule['id']}: {node['html'][:160]} {node['failureSummary'][:300]}" for rule in found["violations"] for node in rule["nodes"]]
+    found = page.evaluate(
+        "(tags) => axe.run(document, { runOnly: tags, preload: false })", STANDARDS
+    )
+    return [
+        f"{rule['id']}: {node['html'][:160]} {node['failureSummary'][:300]}"
+        for rule in found["violations"]
+        for node in rule["nodes"]
+    ]
 
 
 def check_width(page: Any, width: int) -> None:
-    """Asserts that nothing is beside a window of this width, and that controls can be hit (WCAG 2.2, target size)."""
+    """Asserts that nothing is beside a window of this width, and that controls can be hit (WCAG
+    2.2, target size).
+    """
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     boxes = page.evaluate(
         """() => [...document.querySelectorAll("button, a:not(.skip), input, select, summary")]
@@ -93,21 +109,34 @@ def check_width(page: Any, width: int) -> None:
         assert box["left"] >= 0 and box["right"] <= width and box["height"] >= 24, (html, box)
 
 
-def fake_answers(events: list[Any], path: str = "v1/completions", per_read: int = 1, pause: float = 0) -> str:
-    """A script that answers requests to `path` within the page, with these objects as a stream's events: what no small model would say."""
+def fake_answers(
+    events: list[Any], path: str = "v1/completions", per_read: int = 1, pause: float = 0
+) -> str:
+    """A script that answers requests to `path` within the page, with these objects as a stream's
+    events: what no small model would say.
+    """
     values = {"EVENTS": events, "PATH": path, "PER_READ": per_read, "PAUSE": pause}
     constants = "".join(f"const {name} = {json.dumps(value)};\n" for name, value in values.items())
     return f"(() => {{\n{constants}{FAKE_STREAM}}})();"
 
 
-def token_event(text: str, logprob: float = -0.5, top: dict[str, float] | None = None, finish: str | None = None) -> dict[str, Any]:
+def token_event(
+    text: str, logprob: float = -0.5, top: dict[str, float] | None = None, finish: str | None = None
+) -> dict[str, Any]:
     """An event of /v1/completions with one token."""
-    scores = {"text_offset": [0], "token_logprobs": [logprob], "tokens": [text], "top_logprobs": [top or {text: logprob}]}
+    scores = {
+        "text_offset": [0],
+        "token_logprobs": [logprob],
+        "tokens": [text],
+        "top_logprobs": [top or {text: logprob}],
+    }
     return {"choices": [{"index": 0, "text": text, "logprobs": scores, "finish_reason": finish}]}
 
 
 class CuttingProxy:
-    """Passes TCP connections on to a port, until told to cut them. After `cut` it refuses new ones, too, until `mend`."""
+    """Passes TCP connections on to a port, until told to cut them. After `cut` it refuses new ones,
+    too, until `mend`.
+    """
 
     def __init__(self, port: int) -> None:
         self._target = port

@@ -1,4 +1,6 @@
-"""The page for everybody: WCAG 2.2 AA by axe-core, keyboard alone, a phone's width, both themes, reduced motion."""
+"""The page for everybody: WCAG 2.2 AA by axe-core, keyboard alone, a phone's width, both themes,
+reduced motion.
+"""
 
 import re
 from typing import Any
@@ -23,7 +25,9 @@ def filled(page: Any, name: str) -> Mode:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("viewport", [DESK, PHONE], ids=["desk", "phone"])
 @pytest.mark.parametrize("name", MODES)
-def test_axe_finds_no_violation(open_page: OpenPage, server: ServerProcess, name: str, viewport: dict[str, int], scheme: str) -> None:
+def test_axe_finds_no_violation(
+    open_page: OpenPage, server: ServerProcess, name: str, viewport: dict[str, int], scheme: str
+) -> None:
     page = open_page(server.port, viewport=viewport, color_scheme=scheme, bypass_csp=True)
     Mode(page, name)
     assert violations(page) == []
@@ -40,7 +44,9 @@ def test_axe_finds_no_violation(open_page: OpenPage, server: ServerProcess, name
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_no_violation_in_dialogs(open_page: OpenPage, server: ServerProcess, scheme: str) -> None:
+def test_axe_finds_no_violation_in_dialogs(
+    open_page: OpenPage, server: ServerProcess, scheme: str
+) -> None:
     page = open_page(server.port, viewport=DESK, color_scheme=scheme, bypass_csp=True)
     mode = filled(page, "complete")
     for name in ("History", "Keyboard shortcuts"):
@@ -55,7 +61,9 @@ def test_axe_finds_no_violation_in_dialogs(open_page: OpenPage, server: ServerPr
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_a_phone_shows_everything_without_sideways_scrolling(open_page: OpenPage, server: ServerProcess, name: str) -> None:
+def test_a_phone_shows_everything_without_sideways_scrolling(
+    open_page: OpenPage, server: ServerProcess, name: str
+) -> None:
     page = open_page(server.port, viewport=PHONE, has_touch=True, is_mobile=True)
     mode = filled(page, name)
     check_width(page, PHONE["width"])
@@ -71,7 +79,9 @@ def test_a_phone_shows_everything_without_sideways_scrolling(open_page: OpenPage
         page.keyboard.press("Escape")
 
 
-def test_the_theme_follows_the_system_and_a_button(open_page: OpenPage, server: ServerProcess) -> None:
+def test_the_theme_follows_the_system_and_a_button(
+    open_page: OpenPage, server: ServerProcess
+) -> None:
     def paper(page: Any) -> str:
         return str(page.evaluate("getComputedStyle(document.body).backgroundColor"))
 
@@ -91,7 +101,10 @@ def test_the_theme_follows_the_system_and_a_button(open_page: OpenPage, server: 
 
 def test_everything_is_done_with_the_keyboard(page: Any, server: ServerProcess) -> None:
     """From the address bar to an output's third token, each stop visibly focused."""
-    focused = "() => { const box = document.activeElement; const style = getComputedStyle(box); return [box.tagName, style.outlineStyle]; }"
+    focused = (
+        "() => { const box = document.activeElement; const style = getComputedStyle(box); "
+        "return [box.tagName, style.outlineStyle]; }"
+    )
     page.keyboard.press("Tab")
     expect(page.get_by_text("Skip to the playground")).to_be_focused()
     page.keyboard.press("Tab")
@@ -108,17 +121,26 @@ def test_everything_is_done_with_the_keyboard(page: Any, server: ServerProcess) 
     for _ in range(40):
         page.keyboard.press("Tab")
         tag, outline = page.evaluate(focused)
-        name = page.evaluate("(({ name, textContent, id }) => name || textContent.trim() || id)(document.activeElement)")
+        name = page.evaluate(
+            "(({ name, textContent, id }) => name || textContent.trim() || "
+            "id)(document.activeElement)"
+        )
         if tag not in ("BODY", "HTML"):
-            assert outline != "none" or page.evaluate("document.activeElement.matches('.choice input')"), name
+            assert outline != "none" or page.evaluate(
+                "document.activeElement.matches('.choice input')"
+            ), name
         stops.append(name)
-    assert {"History", "Run", "Code", "max_tokens", "temperature", "seed", "More parameters"} <= {*stops}
+    assert {"History", "Run", "Code", "max_tokens", "temperature", "seed", "More parameters"} <= {
+        *stops
+    }
     page.locator("#panel-complete textarea").first.focus()
     page.keyboard.press("Control+a")
     page.keyboard.type("import")
     page.keyboard.press("Control+Enter")
     mode = Mode(page, "complete").ended()
-    while not mode.panes.locator(".output").evaluate("(output) => output === document.activeElement"):
+    while not mode.panes.locator(".output").evaluate(
+        "(output) => output === document.activeElement"
+    ):
         page.keyboard.press("Tab")
     for _ in range(3):
         page.keyboard.press("ArrowRight")
@@ -134,15 +156,18 @@ def test_everything_is_done_with_the_keyboard(page: Any, server: ServerProcess) 
 
 
 def test_nothing_moves_where_motion_is_unwanted(open_page: OpenPage, server: ServerProcess) -> None:
-    moving = "() => [...document.querySelectorAll('*')].flatMap((element) => element.getAnimations({ subtree: true })).length"
+    moving = (
+        "() => [...document.querySelectorAll('*')].flatMap((element) => "
+        "element.getAnimations({ subtree: true })).length"
+    )
     for motion, count in (("reduce", 0), ("no-preference", 1)):
         page = open_page(server.port, reduced_motion=motion)
         mode = Mode(page, "complete").set(max_tokens=4000, ignore_eos="true").press("Run")
         expect(mode.panel.locator(".t").nth(3)).to_be_attached()
         page.mouse.move(1, 1)
         assert min(1, page.evaluate(moving)) == count
-        assert page.evaluate("getComputedStyle(document.querySelector('button')).transitionDuration") == (
-            "0s" if count == 0 else "0.12s, 0.12s, 0.12s"
-        )
+        assert page.evaluate(
+            "getComputedStyle(document.querySelector('button')).transitionDuration"
+        ) == ("0s" if count == 0 else "0.12s, 0.12s, 0.12s")
         page.keyboard.press("Escape")
         mode.ended()

@@ -1,4 +1,6 @@
-"""What each mode does: complete, fill in the middle, chat; stop, continue, regenerate, side by side; parameters; history."""
+"""What each mode does: complete, fill in the middle, chat; stop, continue, regenerate, side by
+side; parameters; history.
+"""
 
 import json
 import math
@@ -57,27 +59,61 @@ def test_an_unlikely_token_is_tinted_more(open_page: OpenPage, server: ServerPro
     events = [token_event(f"w{number} ", math.log(share)) for number, share in enumerate(shares)]
     mode = Mode(open_page(server.port, script=fake_answers(events)), "complete").run()
     spans = mode.panel.locator(".output .t")
-    assert [spans.nth(number).get_attribute("class") for number in range(6)] == [f"t t{number}" for number in range(6)]
-    colours = [spans.nth(number).evaluate("(span) => getComputedStyle(span).backgroundColor") for number in range(6)]
+    assert [spans.nth(number).get_attribute("class") for number in range(6)] == [
+        f"t t{number}" for number in range(6)
+    ]
+    colours = [
+        spans.nth(number).evaluate("(span) => getComputedStyle(span).backgroundColor")
+        for number in range(6)
+    ]
     assert len(set(colours)) == 6
 
 
-def test_tokens_that_are_held_back_or_share_a_character_find_their_text(open_page: OpenPage, server: ServerProcess) -> None:
+def test_tokens_that_are_held_back_or_share_a_character_find_their_text(
+    open_page: OpenPage, server: ServerProcess
+) -> None:
     def event(text: str, *tokens: str) -> dict[str, Any]:
-        scores = {"tokens": [*tokens], "token_logprobs": [-1.0] * len(tokens), "top_logprobs": [{token: -1.0} for token in tokens]}
+        scores = {
+            "tokens": [*tokens],
+            "token_logprobs": [-1.0] * len(tokens),
+            "top_logprobs": [{token: -1.0} for token in tokens],
+        }
         return {"choices": [{"index": 0, "text": text, "logprobs": scores, "finish_reason": None}]}
 
-    held = [event("ab", "ab"), event("", "HA"), event("", "LT"), event("HALT!", "!"), event("", "bytes:\\xf0"), event("🙂", "bytes:\\x9f")]
-    mode = Mode(open_page(server.port, script=fake_answers([*held, event("x\n\ny", "x\n\n", "y"), event("rest")])), "complete").run()
+    held = [
+        event("ab", "ab"),
+        event("", "HA"),
+        event("", "LT"),
+        event("HALT!", "!"),
+        event("", "bytes:\\xf0"),
+        event("🙂", "bytes:\\x9f"),
+    ]
+    mode = Mode(
+        open_page(
+            server.port, script=fake_answers([*held, event("x\n\ny", "x\n\n", "y"), event("rest")])
+        ),
+        "complete",
+    ).run()
     assert mode.text() == "abHALT!🙂x\n\nyrest"
-    assert mode.panel.locator(".output .t").all_text_contents() == ["ab", "HA", "LT", "!", "🙂", "x", "y", "rest"]
+    assert mode.panel.locator(".output .t").all_text_contents() == [
+        "ab",
+        "HA",
+        "LT",
+        "!",
+        "🙂",
+        "x",
+        "y",
+        "rest",
+    ]
 
 
 def test_stop_ends_the_stream_on_the_server_too(page: Any, server: ServerProcess) -> None:
     mode = Mode(page, "complete").write(PROMPT).set(max_tokens=4000, ignore_eos="true")
     mode.press("Run")
     expect(mode.panel.locator(".output .t").nth(5)).to_be_attached()
-    with page.expect_request(lambda request: request.method == "DELETE" and "/v1/streams/" in request.url):
+    with page.expect_request(
+        lambda request: request.method == "DELETE" and "/v1/streams/" in request.url
+    ):
         page.keyboard.press("Escape")
     mode.ended()
     expect(mode.panes.locator(".stats")).to_contain_text("stopped")
@@ -93,7 +129,9 @@ def test_continue_goes_on_in_place(page: Any, server: ServerProcess) -> None:
     expect(mode.panes.locator(".output")).not_to_have_text(first)
     mode.ended()
     whole = mode.text()
-    assert whole.startswith(first) and whole == first + completion(server, prompt=PROMPT + first, max_tokens=12, temperature=0)
+    assert whole.startswith(first) and whole == first + completion(
+        server, prompt=PROMPT + first, max_tokens=12, temperature=0
+    )
 
 
 def test_regenerate_gives_the_same_text_and_run_another(page: Any) -> None:
@@ -110,7 +148,10 @@ def test_up_to_four_side_by_side(page: Any, server: ServerProcess) -> None:
     mode.panel.get_by_role("radio", name="4").check()
     mode.run(4)
     texts = [mode.text(number) for number in range(4)]
-    wanted = [completion(server, prompt=PROMPT, max_tokens=16, seed=11 + number, temperature=0.4) for number in range(4)]
+    wanted = [
+        completion(server, prompt=PROMPT, max_tokens=16, seed=11 + number, temperature=0.4)
+        for number in range(4)
+    ]
     assert texts == wanted
     boxes = [mode.panes.nth(number).bounding_box() for number in range(4)]
     assert boxes[0]["y"] == boxes[1]["y"] and boxes[0]["x"] < boxes[1]["x"]
@@ -118,10 +159,22 @@ def test_up_to_four_side_by_side(page: Any, server: ServerProcess) -> None:
 
 def test_fill_shows_the_gap_in_its_place(page: Any, server: ServerProcess) -> None:
     before, after = "def add(a, b):\n    ret", "\n\nprint(add(1, 2))\n"
-    mode = Mode(page, "fill").write(before, 0).write(after, 1).set(max_tokens=16, seed=3, temperature=1).run()
+    mode = (
+        Mode(page, "fill")
+        .write(before, 0)
+        .write(after, 1)
+        .set(max_tokens=16, seed=3, temperature=1)
+        .run()
+    )
     assert mode.text() == completion(server, prompt=before, suffix=after, max_tokens=16, seed=3)
-    tops = [mode.panel.locator(".editor textarea").nth(0), mode.panes, mode.panel.locator(".editor textarea").nth(1)]
-    assert [top.bounding_box()["y"] for top in tops] == sorted(top.bounding_box()["y"] for top in tops)
+    tops = [
+        mode.panel.locator(".editor textarea").nth(0),
+        mode.panes,
+        mode.panel.locator(".editor textarea").nth(1),
+    ]
+    assert [top.bounding_box()["y"] for top in tops] == sorted(
+        top.bounding_box()["y"] for top in tops
+    )
 
 
 def test_chat_keeps_the_conversation(page: Any, server: ServerProcess) -> None:
@@ -137,7 +190,9 @@ def test_chat_keeps_the_conversation(page: Any, server: ServerProcess) -> None:
         {"role": "assistant", "content": answer},
         {"role": "user", "content": "And then?"},
     ]
-    _, said = server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 12, "temperature": 0})
+    _, said = server.post(
+        "/v1/chat/completions", {"messages": messages, "max_tokens": 12, "temperature": 0}
+    )
     assert mode.text() == said["choices"][0]["message"]["content"]
     expect(mode.panel.locator(".turn.user .said")).to_have_text(["Hello", "And then?"])
     mode.press("New conversation")
@@ -154,9 +209,13 @@ def test_another_answer_takes_the_place_of_the_last(page: Any) -> None:
     mode.ended(2)
 
 
-def test_chat_shows_tool_calls_and_sends_their_results(open_page: OpenPage, server: ServerProcess) -> None:
+def test_chat_shows_tool_calls_and_sends_their_results(
+    open_page: OpenPage, server: ServerProcess
+) -> None:
     def delta(value: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
-        return {"choices": [{"index": 0, "delta": value, "logprobs": None, "finish_reason": finish}]}
+        return {
+            "choices": [{"index": 0, "delta": value, "logprobs": None, "finish_reason": finish}]
+        }
 
     def call(index: int, function: dict[str, str], **more: Any) -> dict[str, Any]:
         return delta({"tool_calls": [{"index": index, "function": function, **more}]})
@@ -181,8 +240,16 @@ def test_chat_shows_tool_calls_and_sends_their_results(open_page: OpenPage, serv
             "role": "assistant",
             "content": "Let me see. ",
             "tool_calls": [
-                {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}},
-                {"id": "call_2", "type": "function", "function": {"name": "time", "arguments": "{}"}},
+                {
+                    "id": "call_1",
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": '{"city": "Bern"}'},
+                },
+                {
+                    "id": "call_2",
+                    "type": "function",
+                    "function": {"name": "time", "arguments": "{}"},
+                },
             ],
         },
         {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
@@ -191,22 +258,48 @@ def test_chat_shows_tool_calls_and_sends_their_results(open_page: OpenPage, serv
 
 
 def tool_call_events(finish: str) -> list[Any]:
-    call = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
-    return [{"choices": [{"index": 0, "delta": {"tool_calls": [call]}, "logprobs": None, "finish_reason": finish}]}]
+    call = {
+        "index": 0,
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "weather", "arguments": "{}"},
+    }
+    return [
+        {
+            "choices": [
+                {
+                    "index": 0,
+                    "delta": {"tool_calls": [call]},
+                    "logprobs": None,
+                    "finish_reason": finish,
+                }
+            ]
+        }
+    ]
 
 
-def test_results_are_asked_for_as_long_as_they_can_be_sent(open_page: OpenPage, server: ServerProcess) -> None:
-    page = open_page(server.port, script=fake_answers(tool_call_events("tool_calls"), "v1/chat/completions"))
+def test_results_are_asked_for_as_long_as_they_can_be_sent(
+    open_page: OpenPage, server: ServerProcess
+) -> None:
+    page = open_page(
+        server.port, script=fake_answers(tool_call_events("tool_calls"), "v1/chat/completions")
+    )
     mode = Mode(page, "chat").write("What is the weather?").run()
     expect(page.get_by_role("button", name="Send results")).to_have_count(1)
     mode.write("Never mind.").run(2)
-    expect(page.get_by_role("button", name="Send results")).to_have_count(1)  # Only the last answer's.
+    expect(page.get_by_role("button", name="Send results")).to_have_count(
+        1
+    )  # Only the last answer's.
     expect(mode.panes.first.get_by_label("Result of weather")).to_be_disabled()
     expect(mode.panes.last.get_by_label("Result of weather")).to_be_enabled()
 
 
-def test_results_are_not_asked_for_where_the_calls_were_cut(open_page: OpenPage, server: ServerProcess) -> None:
-    page = open_page(server.port, script=fake_answers(tool_call_events("length"), "v1/chat/completions"))
+def test_results_are_not_asked_for_where_the_calls_were_cut(
+    open_page: OpenPage, server: ServerProcess
+) -> None:
+    page = open_page(
+        server.port, script=fake_answers(tool_call_events("length"), "v1/chat/completions")
+    )
     mode = Mode(page, "chat").write("What is the weather?").run()
     expect(mode.panel.locator(".tool strong")).to_have_text("weather")
     expect(page.get_by_role("button", name="Send results")).to_have_count(0)
@@ -219,18 +312,38 @@ def test_chat_continues_an_answer(page: Any, server: ServerProcess) -> None:
     expect(mode.panes.locator(".output")).not_to_have_text(first)
     mode.ended()
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": first}]
-    body = {"messages": messages, "max_tokens": 10, "temperature": 0, "continue_final_message": True}
-    assert mode.text() == first + server.post("/v1/chat/completions", body)[1]["choices"][0]["message"]["content"]
+    body = {
+        "messages": messages,
+        "max_tokens": 10,
+        "temperature": 0,
+        "continue_final_message": True,
+    }
+    assert (
+        mode.text()
+        == first + server.post("/v1/chat/completions", body)[1]["choices"][0]["message"]["content"]
+    )
 
 
 def test_chat_shows_the_calls_of_a_real_server(open_page: OpenPage, tmp_path: Path) -> None:
-    parameters = {"type": "object", "properties": {"city": {"enum": ["Bern", "Rome"]}}, "required": ["city"], "additionalProperties": False}
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Bern", "Rome"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
     tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
-    with ServerProcess(make_tool_checkpoint("functiongemma", tmp_path / "tools"), "--cache.pages", "256") as server:
-        mode = Mode(open_page(server.port), "chat").set(tools=json.dumps(tools), tool_choice="required", max_tokens=200, seed=1)
+    with ServerProcess(
+        make_tool_checkpoint("functiongemma", tmp_path / "tools"), "--cache.pages", "256"
+    ) as server:
+        mode = Mode(open_page(server.port), "chat").set(
+            tools=json.dumps(tools), tool_choice="required", max_tokens=200, seed=1
+        )
         mode.write("What is the weather?").run()
         expect(mode.panel.locator(".tool strong").first).to_have_text("weather")
-        assert json.loads(mode.panel.locator(".tool pre").first.text_content())["city"] in ("Bern", "Rome")
+        assert json.loads(mode.panel.locator(".tool pre").first.text_content())["city"] in (
+            "Bern",
+            "Rome",
+        )
         for result in mode.panel.get_by_label("Result of weather").all():
             result.fill("rain")
         mode.set(tool_choice="none").press("Send results").ended(2)
@@ -262,36 +375,66 @@ def test_a_failed_run_is_not_kept(page: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_controls_have_the_bounds_and_words_of_the_schema(page: Any, server: ServerProcess, name: str) -> None:
+def test_controls_have_the_bounds_and_words_of_the_schema(
+    page: Any, server: ServerProcess, name: str
+) -> None:
     schemas = json.loads(server.get("/openapi.json")[1])["components"]["schemas"]
     properties = schemas["ChatBody" if name == "chat" else "CompletionBody"]["properties"]
     mode = Mode(page, name)
     numbers = mode.panel.locator("input[type=number]").all()
     assert len(numbers) >= 12
     for field in numbers:
-        (schema,) = (kind for kind in properties[field.get_attribute("name")]["anyOf"] if kind["type"] != "null")
-        least, most = schema.get("minimum", schema.get("exclusiveMinimum")), schema.get("maximum", schema.get("exclusiveMaximum"))
-        assert (float(field.get_attribute("min")), float(field.get_attribute("max"))) == (least, most)
+        (schema,) = (
+            kind
+            for kind in properties[field.get_attribute("name")]["anyOf"]
+            if kind["type"] != "null"
+        )
+        least, most = (
+            schema.get("minimum", schema.get("exclusiveMinimum")),
+            schema.get("maximum", schema.get("exclusiveMaximum")),
+        )
+        assert (float(field.get_attribute("min")), float(field.get_attribute("max"))) == (
+            least,
+            most,
+        )
     mode.panel.get_by_role("button", name="About temperature").click()
-    expect(mode.panel.get_by_text(properties["temperature"]["description"].split(".")[0])).to_be_visible()
+    expect(
+        mode.panel.get_by_text(properties["temperature"]["description"].split(".")[0])
+    ).to_be_visible()
 
 
 def test_a_value_out_of_bounds_is_named_and_not_sent(page: Any) -> None:
     mode = Mode(page, "complete").set(temperature=3)
     mode.press("Run")
-    expect(page.get_by_role("alert")).to_contain_text("temperature: Value must be less than or equal to 2")
+    expect(page.get_by_role("alert")).to_contain_text(
+        "temperature: Value must be less than or equal to 2"
+    )
     mode.set(temperature=1, logit_bias="{").press("Run")
     expect(page.get_by_role("alert")).to_contain_text("logit_bias: is not JSON")
     expect(mode.panes).to_have_count(0)
 
 
 def test_parameters_are_sent_as_they_are_set(page: Any) -> None:
-    values = {"top_k": 5, "stop": "END\\n\na\\\\b", "stop_token_ids": "3, 4", "ignore_eos": "true", "logit_bias": '{"5": -1}', "seed": 9}
+    values = {
+        "top_k": 5,
+        "stop": "END\\n\na\\\\b",
+        "stop_token_ids": "3, 4",
+        "ignore_eos": "true",
+        "logit_bias": '{"5": -1}',
+        "seed": 9,
+    }
     mode = Mode(page, "complete").set(**values)
     with page.expect_request("**/v1/completions") as sent:
         mode.run()
     body = sent.value.post_data_json
-    wanted = {"top_k": 5, "stop": ["END\n", "a\\b"], "stop_token_ids": [3, 4], "ignore_eos": True, "logit_bias": {"5": -1}, "seed": 9}
+    wanted = {
+        "top_k": 5,
+        "stop": ["END\n", "a\\b"],
+        "stop_token_ids": [3, 4],
+        "ignore_eos": True,
+        "logit_bias": {"5": -1},
+        "seed": 9,
+    }
     assert {name: body[name] for name in wanted} == wanted and "top_p" not in body
 
 
@@ -299,7 +442,12 @@ def test_the_output_follows_a_schema_or_an_expression(page: Any) -> None:
     mode = Mode(page, "complete").set(max_tokens=60, temperature=0)
     mode.set(regex="[0-9]{3}-[0-9]{2}").run()
     assert re.fullmatch(r"\d{3}-\d{2}", mode.text())
-    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9}}, "required": ["a"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "maximum": 9}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     mode.set(regex="", json=json.dumps(schema)).run()
     assert set(json.loads(mode.text())) == {"a"}
     mode.set(json='{"type": ').press("Run")
@@ -338,7 +486,10 @@ def test_history_restores_a_run_and_can_be_cleared(page: Any, tmp_path: Path) ->
 def entries_of(page: Any) -> list[str]:
     """The titles of the history, newest first."""
     page.get_by_role("button", name="History").click()
-    titles = [str(entry.locator("span").nth(1).text_content()) for entry in page.locator("#history-list button").all()]
+    titles = [
+        str(entry.locator("span").nth(1).text_content())
+        for entry in page.locator("#history-list button").all()
+    ]
     page.keyboard.press("Escape")
     return titles
 
@@ -385,7 +536,7 @@ def test_characters_that_are_typed_with_alt_are_typed(page: Any) -> None:
     """On a Mac with a British keyboard # is Option and 3."""
     mode = Mode(page, "complete")
     press = """([key, code]) => document.querySelector("#panel-complete textarea")
-        .dispatchEvent(new KeyboardEvent("keydown", { key, code, altKey: true, bubbles: true, cancelable: true }))"""
+        .dispatchEvent(new KeyboardEvent("keydown", { key, code, altKey: true, bubbles: true, cancelable: true }))"""  # noqa: E501
     for key, code in (("#", "Digit3"), ("ç", "KeyC"), ("®", "KeyR")):
         assert page.evaluate(press, [key, code])  # It is not taken.
     expect(mode.panel).to_be_visible()
@@ -393,8 +544,12 @@ def test_characters_that_are_typed_with_alt_are_typed(page: Any) -> None:
     expect(page.locator("#panel-chat")).to_be_visible()
 
 
-def test_the_speed_leaves_out_the_wait_for_the_first_token(open_page: OpenPage, server: ServerProcess) -> None:
-    page = open_page(server.port, script=fake_answers([token_event("a ") for _ in range(8)], pause=20))
+def test_the_speed_leaves_out_the_wait_for_the_first_token(
+    open_page: OpenPage, server: ServerProcess
+) -> None:
+    page = open_page(
+        server.port, script=fake_answers([token_event("a ") for _ in range(8)], pause=20)
+    )
     mode = Mode(page, "complete")
     page.evaluate("window.limit = 0")
     mode.press("Run")
@@ -403,7 +558,10 @@ def test_the_speed_leaves_out_the_wait_for_the_first_token(open_page: OpenPage, 
     expect(mode.panes.locator(".stats")).to_have_text(re.compile(r"^1 token · first after \d+ ms$"))
     page.evaluate("window.limit = 100")
     mode.ended()
-    (speed,) = re.findall(r"^8 tokens · (\d+) tokens/s · first after \d{4} ms", mode.panes.locator(".stats").text_content())
+    (speed,) = re.findall(
+        r"^8 tokens · (\d+) tokens/s · first after \d{4} ms",
+        mode.panes.locator(".stats").text_content(),
+    )
     assert int(speed) > 8
 
 

@@ -1,4 +1,6 @@
-"""What `scripts/browser quick` runs: each mode once, at a desk's and at phones' widths, and what the page promises at first sight."""
+"""What `scripts/browser quick` runs: each mode once, at a desk's and at phones' widths, and what
+the page promises at first sight.
+"""
 
 import json
 import re
@@ -25,12 +27,16 @@ def check_widths(page: Any) -> None:
     page.set_viewport_size({"width": 360, "height": 740})
     page.emulate_media(color_scheme="dark")
     # Colours on their way from light to dark are neither.
-    page.wait_for_function("() => document.getAnimations().every((each) => each.playState !== 'running')")
+    page.wait_for_function(
+        "() => document.getAnimations().every((each) => each.playState !== 'running')"
+    )
     assert violations(page) == []
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_each_mode_runs_and_fits_every_width(open_page: OpenPage, server: ServerProcess, name: str) -> None:
+def test_each_mode_runs_and_fits_every_width(
+    open_page: OpenPage, server: ServerProcess, name: str
+) -> None:
     page = open_page(server.port, viewport=DESK, color_scheme="light", bypass_csp=True)
     mode = Mode(page, name).set(max_tokens=24, seed=7)
     if name == "chat":
@@ -63,7 +69,9 @@ def blank(open_page: OpenPage, server: ServerProcess) -> Any:
     return open_page(server.port, "ui/icon.svg", expected=("status of 404",))  # /favicon.ico.
 
 
-def test_defaults_are_the_checkpoints_and_reset_gives_them_back(blank: Any, server: ServerProcess) -> None:
+def test_defaults_are_the_checkpoints_and_reset_gives_them_back(
+    blank: Any, server: ServerProcess
+) -> None:
     serving(blank, server.port, default_sampling_params={"temperature": 0.7, "top_k": 40})
     mode = Mode(blank, "complete")
     temperature = mode.field("temperature")
@@ -103,7 +111,9 @@ def test_a_model_without_defaults_begins_calmly(page: Any, name: str, tokens: st
         ("fill", "completion_fim", "no fill-in-the-middle tokens"),
     ],
 )
-def test_a_mode_that_the_model_lacks_says_so(blank: Any, server: ServerProcess, name: str, capability: str, words: str) -> None:
+def test_a_mode_that_the_model_lacks_says_so(
+    blank: Any, server: ServerProcess, name: str, capability: str, words: str
+) -> None:
     serving(blank, server.port, capabilities={capability: False})
     mode = Mode(blank, name).write("x")
     expect(mode.panel.get_by_text(words)).to_be_visible()
@@ -127,7 +137,9 @@ COMPOSED = """(area) => area.dispatchEvent(new KeyboardEvent("keydown",
   { key: "Enter", isComposing: true, bubbles: true, cancelable: true }))"""
 
 
-def test_enter_sends_and_shift_enter_breaks_the_line(open_page: OpenPage, server: ServerProcess) -> None:
+def test_enter_sends_and_shift_enter_breaks_the_line(
+    open_page: OpenPage, server: ServerProcess
+) -> None:
     script = fake_answers([delta("Hello.")], "v1/chat/completions")
     page = open_page(server.port, script=script, viewport=DESK)
     mode = Mode(page, "chat")
@@ -176,9 +188,13 @@ END = "document.querySelector('#panel-chat .stage').getBoundingClientRect().bott
 
 
 @pytest.mark.parametrize("width", [360, 1280])
-def test_the_page_follows_an_answer_unless_its_reader_scrolls_up(open_page: OpenPage, server: ServerProcess, width: int) -> None:
+def test_the_page_follows_an_answer_unless_its_reader_scrolls_up(
+    open_page: OpenPage, server: ServerProcess, width: int
+) -> None:
     script = fake_answers([delta(f"line {n}\n") for n in range(200)], "v1/chat/completions")
-    page = open_page(server.port, script=f"window.limit = 0;{script}", viewport={"width": width, "height": 740})
+    page = open_page(
+        server.port, script=f"window.limit = 0;{script}", viewport={"width": width, "height": 740}
+    )
     mode = Mode(page, "chat").write("Go").press("Send")
     grown(page, 60)
     assert page.evaluate("scrollY") > 300 and page.evaluate(END) < 4
@@ -249,12 +265,21 @@ def watching(blank: Any, server: ServerProcess) -> Callable[..., Any]:
         cells = [n for page in owned for n in (page, 1, OWNED, page % 4, 0)]
         cells += [n for page in cached for n in (page, 1, 1, -1, 0)]
         rows = [[id, f"request-{id}", "running", 1, 0, 1, 0, 1, 0] for id in range(4)]
-        cache: dict[str, Any] = {"engine": 0, "step": 0, "view": 1, "num_pages": num_pages, "page_size": 64}
+        cache: dict[str, Any] = {
+            "engine": 0,
+            "step": 0,
+            "view": 1,
+            "num_pages": num_pages,
+            "page_size": 64,
+        }
         cache |= {"cells": cells, "sequences": rows}
         body = "".join(
-            f"event: {name}\ndata: {json.dumps(value)}\n\n" for name, value in (("stats", stats), ("cache", cache), ("stats", stats))
+            f"event: {name}\ndata: {json.dumps(value)}\n\n"
+            for name, value in (("stats", stats), ("cache", cache), ("stats", stats))
         )
-        blank.route("**/monitor", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+        blank.route(
+            "**/monitor", lambda route: route.fulfill(content_type="text/event-stream", body=body)
+        )
         blank.set_viewport_size(DESK)
         blank.goto(f"http://127.0.0.1:{server.port}/#cache")
         expect(blank.locator(".monitor tbody tr")).to_have_count(4)
@@ -294,7 +319,9 @@ def test_the_map_shows_the_part_in_use_and_its_scale(
     assert page.evaluate(CELL) >= least
     page.keyboard.press("End")
     last = int(re.findall(r"\d+", shown.replace(",", ""))[1 if "to" in shown else 0])
-    expect(page.locator(".monitor .readout")).to_contain_text(f"Page {last if 'to' in shown else last - 1}:")
+    expect(page.locator(".monitor .readout")).to_contain_text(
+        f"Page {last if 'to' in shown else last - 1}:"
+    )
 
 
 def test_a_page_of_an_unknown_size_has_no_memory(watching: Callable[..., Any]) -> None:

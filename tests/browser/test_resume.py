@@ -36,7 +36,9 @@ def test_a_cut_connection_is_resumed(open_page: OpenPage, server: ServerProcess)
         expect(mode.panes.locator(".note").last).to_have_text("Connection lost. Resuming…")
         assert proxy.cuts >= 2
         proxy.mend()
-        expect(mode.panes.locator(".note").last).to_have_text("The stream went on; nothing was lost.")
+        expect(mode.panes.locator(".note").last).to_have_text(
+            "The stream went on; nothing was lost."
+        )
         mode.ended()
         assert mode.text() == undisturbed(server)
         expect(mode.panes.locator(".stats")).to_contain_text("1,500 tokens")
@@ -61,7 +63,9 @@ def test_an_engine_that_is_killed_is_survived(open_page: OpenPage, embedded_fold
         mode = running(open_page(server.port, expected=("status of 503",)))
         kill(server.engine_pid)
         expect(mode.panes.locator(".note").last).to_contain_text("The engine is away")
-        expect(mode.panes.locator(".note").last).to_have_text("The stream went on; nothing was lost.")
+        expect(mode.panes.locator(".note").last).to_have_text(
+            "The stream went on; nothing was lost."
+        )
         mode.ended()
         assert server.metric("onehead_engine_restarts_total") == 1
         assert mode.text() == undisturbed(server)
@@ -76,9 +80,13 @@ def test_a_server_that_stays_away_is_named(open_page: OpenPage, embedded_folder:
     expect(mode.panel.get_by_role("button", name="Run", exact=True)).to_be_enabled()
 
 
-def test_a_key_is_asked_for_once_and_kept_in_memory_only(open_page: OpenPage, embedded_folder: Path) -> None:
+def test_a_key_is_asked_for_once_and_kept_in_memory_only(
+    open_page: OpenPage, embedded_folder: Path
+) -> None:
     digest = hashlib.sha256(b"secret-key").hexdigest()
-    with ServerProcess(embedded_folder, "--cache.pages", "64", "--server.api_keys", digest) as server:
+    with ServerProcess(
+        embedded_folder, "--cache.pages", "64", "--server.api_keys", digest
+    ) as server:
         page = open_page(server.port, expected=("status of 401",))
         dialog = page.get_by_role("dialog")
         expect(dialog).to_be_visible()
@@ -94,8 +102,12 @@ def test_a_key_is_asked_for_once_and_kept_in_memory_only(open_page: OpenPage, em
         assert mode.text() != ""
         Mode(page, "chat").write("Hello").set(max_tokens=8).run()
         expect(dialog).to_be_hidden()
-        assert "secret-key" not in page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie])")
-        assert "secret-key" not in page.content() and "secret-key" not in "".join(page.watch.requests)
+        assert "secret-key" not in page.evaluate(
+            "JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie])"
+        )
+        assert "secret-key" not in page.content() and "secret-key" not in "".join(
+            page.watch.requests
+        )
         mode = Mode(page, "complete").press("Code")
         expect(page.locator("dialog.code pre")).to_contain_text("Bearer $ONEHEAD_API_KEY")
         page.reload()
@@ -110,10 +122,14 @@ def test_a_key_is_asked_for_once_and_kept_in_memory_only(open_page: OpenPage, em
         expect(mode.field("max_tokens")).to_be_visible()
 
 
-def test_run_after_a_declined_key_asks_again_and_sends_what_is_set(open_page: OpenPage, embedded_folder: Path) -> None:
+def test_run_after_a_declined_key_asks_again_and_sends_what_is_set(
+    open_page: OpenPage, embedded_folder: Path
+) -> None:
     digest = hashlib.sha256(b"secret-key").hexdigest()
     kept = """localStorage.setItem("onehead.settings.complete", '{"max_tokens": "23"}')"""
-    with ServerProcess(embedded_folder, "--cache.pages", "64", "--server.api_keys", digest) as server:
+    with ServerProcess(
+        embedded_folder, "--cache.pages", "64", "--server.api_keys", digest
+    ) as server:
         page = open_page(server.port, expected=("status of 401",), script=kept)
         dialog, panel = page.get_by_role("dialog"), page.locator("#panel-complete")
         expect(dialog).to_be_visible()
@@ -137,8 +153,13 @@ def test_run_after_a_declined_key_asks_again_and_sends_what_is_set(open_page: Op
 
 
 def answers_in_turn(**answers: str) -> str:
-    """A script that answers within the page: end of a path -> expression of the Response, in which `later(ms, value)` is a promise."""
-    cases = "".join(f"  if (String(url).endsWith({json.dumps(end)})) return {answer};\n" for end, answer in answers.items())
+    """A script that answers within the page: end of a path -> expression of the Response, in which
+    `later(ms, value)` is a promise.
+    """
+    cases = "".join(
+        f"  if (String(url).endsWith({json.dumps(end)})) return {answer};\n"
+        for end, answer in answers.items()
+    )
     return f"""(() => {{
 const real = window.fetch;
 const later = (ms, value) => new Promise((done) => setTimeout(() => done(value), ms));
@@ -151,16 +172,25 @@ const streamed = (parts) => new Response(new ReadableStream({{
 window.fetch = async (url, init) => {{
 {cases}  return real(url, init);
 }};
-}})();"""
+}})();"""  # noqa: E501
 
 
-ONE = "id: s.1\\ndata: " + json.dumps({"choices": [{"index": 0, "text": "a", "finish_reason": "stop"}]}) + "\\n\\n"
+ONE = (
+    "id: s.1\\ndata: "
+    + json.dumps({"choices": [{"index": 0, "text": "a", "finish_reason": "stop"}]})
+    + "\\n\\n"
+)
 DONE = "data: [DONE]\\n\\n"
 
 
-def test_a_stream_that_had_ended_when_it_was_cut_is_said_to_have_gone_on(open_page: OpenPage, server: ServerProcess) -> None:
+def test_a_stream_that_had_ended_when_it_was_cut_is_said_to_have_gone_on(
+    open_page: OpenPage, server: ServerProcess
+) -> None:
     script = answers_in_turn(
-        **{"v1/completions": f"streamed([[0, '{ONE}']])", "v1/streams/s": "later(300, new Response(null, { status: 204 }))"}
+        **{
+            "v1/completions": f"streamed([[0, '{ONE}']])",
+            "v1/streams/s": "later(300, new Response(null, { status: 204 }))",
+        }
     )
     mode = Mode(open_page(server.port, script=script), "complete").press("Run")
     note = mode.panes.locator(".note").last
@@ -169,10 +199,15 @@ def test_a_stream_that_had_ended_when_it_was_cut_is_said_to_have_gone_on(open_pa
     expect(note).to_have_text("The stream went on; nothing was lost.")
 
 
-def test_an_answer_about_the_engine_that_comes_late_is_not_shown(open_page: OpenPage, server: ServerProcess) -> None:
+def test_an_answer_about_the_engine_that_comes_late_is_not_shown(
+    open_page: OpenPage, server: ServerProcess
+) -> None:
     away = 'later(2500, new Response(\'{"status": "restarting"}\', { status: 503 }))'
     script = answers_in_turn(
-        **{"v1/completions": f"streamed([[0, '{ONE}'], [2500, '{DONE}']])", "/health": f"(window.asked = true, {away})"}
+        **{
+            "v1/completions": f"streamed([[0, '{ONE}'], [2500, '{DONE}']])",
+            "/health": f"(window.asked = true, {away})",
+        }
     )
     page = open_page(server.port, script=script)
     mode = Mode(page, "complete").run()
@@ -181,12 +216,18 @@ def test_an_answer_about_the_engine_that_comes_late_is_not_shown(open_page: Open
     expect(mode.panes.locator(".note").last).to_have_text("")
 
 
-def test_a_request_that_is_stopped_before_it_is_answered_ends_on_the_server(open_page: OpenPage, server: ServerProcess) -> None:
+def test_a_request_that_is_stopped_before_it_is_answered_ends_on_the_server(
+    open_page: OpenPage, server: ServerProcess
+) -> None:
     """Its id is in the head of its answer, which comes later."""
-    script = answers_in_turn(**{"v1/completions": "real(url, init).then((answer) => later(1000, answer))"})
+    script = answers_in_turn(
+        **{"v1/completions": "real(url, init).then((answer) => later(1000, answer))"}
+    )
     page = open_page(server.port, script=script)
     mode = Mode(page, "complete").set(max_tokens=4000, ignore_eos="true")
-    with page.expect_request(lambda request: request.method == "DELETE" and "/v1/streams/" in request.url):
+    with page.expect_request(
+        lambda request: request.method == "DELETE" and "/v1/streams/" in request.url
+    ):
         mode.press("Run").press("Stop").ended()
         assert mode.panel.get_by_role("button", name="Run", exact=True).is_enabled()
     page.wait_for_timeout(200)

@@ -1,4 +1,6 @@
-"""The request as code: each language sends exactly the body that the page would, whatever strings are in it."""
+"""The request as code: each language sends exactly the body that the page would, whatever strings
+are in it.
+"""
 
 import json
 import os
@@ -61,16 +63,24 @@ def recorder() -> Iterator[ThreadingHTTPServer]:
         thread.join()
 
 
-RUN = {"curl": ["bash", "-c"], "Python": [sys.executable, "-c"], "JavaScript": ["node", "--input-type=module", "-e"]}
+RUN = {
+    "curl": ["bash", "-c"],
+    "Python": [sys.executable, "-c"],
+    "JavaScript": ["node", "--input-type=module", "-e"],
+}
 
 
 @pytest.mark.parametrize("language", RUN)
 @pytest.mark.parametrize("name", ["complete", "chat"])
-def test_a_snippet_sends_the_same_body(page: Any, server: ServerProcess, recorder: ThreadingHTTPServer, language: str, name: str) -> None:
+def test_a_snippet_sends_the_same_body(
+    page: Any, server: ServerProcess, recorder: ThreadingHTTPServer, language: str, name: str
+) -> None:
     program, *arguments = RUN[language]
     if shutil.which(program) is None:
         pytest.skip(f"no {program} on PATH")
-    mode = Mode(page, name).set(top_k=3, temperature=0.5, ignore_eos="true", stop="\\n\\n\nit's", logit_bias='{"5": -1.5}')
+    mode = Mode(page, name).set(
+        top_k=3, temperature=0.5, ignore_eos="true", stop="\\n\\n\nit's", logit_bias='{"5": -1.5}'
+    )
     environment = os.environ | {"NO_PROXY": "*", "no_proxy": "*"}
     for text in NASTY if language != "Python" else [*NASTY[:3], "".join(NASTY)]:
         mode.write(text).press("Code")
@@ -79,11 +89,32 @@ def test_a_snippet_sends_the_same_body(page: Any, server: ServerProcess, recorde
         code = page.locator("dialog.code pre").text_content()
         page.locator("dialog.code").get_by_role("button", name="Close").click()
         code = code.replace(f"127.0.0.1:{server.port}", f"127.0.0.1:{recorder.server_port}")
-        done = subprocess.run([program, *arguments, code], capture_output=True, text=True, timeout=60, env=environment, check=False)
+        done = subprocess.run(
+            [program, *arguments, code],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=environment,
+            check=False,
+        )
         assert done.returncode == 0, (done.stderr, code)
         # A text field turns line ends into \n, as every browser does.
         typed = text.replace("\r\n", "\n")
-        said = {"prompt": typed} if name == "complete" else {"messages": [{"role": "user", "content": typed}]}
-        common = {"model": "embedded", "max_tokens": 128 if name == "complete" else 256, "temperature": 0.5, "top_k": 3, "stream": True}
-        assert Recorder.bodies.pop() == said | common | {"ignore_eos": True, "stop": ["\n\n", "it's"], "logit_bias": {"5": -1.5}}
+        said = (
+            {"prompt": typed}
+            if name == "complete"
+            else {"messages": [{"role": "user", "content": typed}]}
+        )
+        common = {
+            "model": "embedded",
+            "max_tokens": 128 if name == "complete" else 256,
+            "temperature": 0.5,
+            "top_k": 3,
+            "stream": True,
+        }
+        assert Recorder.bodies.pop() == said | common | {
+            "ignore_eos": True,
+            "stop": ["\n\n", "it's"],
+            "logit_bias": {"5": -1.5},
+        }
     assert Recorder.bodies == []

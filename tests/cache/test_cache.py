@@ -105,14 +105,28 @@ def test_a_table_grows_by_what_is_missing_and_releases_once() -> None:
 def test_layers_with_a_window_share_pages_of_equal_size_with_the_others() -> None:
     """Gemma-3-1b: 22 layers with a window of 512, 4 without; -270m: 15 and 3."""
     layout = CacheLayout.of(26, [None if (layer + 1) % 6 == 0 else 512 for layer in range(26)], 64)
-    assert layout.layers_per_page == 2 and [(group.window, group.num_stacks) for group in layout.groups] == [(512, 11), (None, 2)]
-    assert CacheLayout.of(18, [None if (layer + 1) % 6 == 0 else 512 for layer in range(18)], 64).layers_per_page == 3
+    assert layout.layers_per_page == 2 and [
+        (group.window, group.num_stacks) for group in layout.groups
+    ] == [(512, 11), (None, 2)]
+    assert (
+        CacheLayout.of(
+            18, [None if (layer + 1) % 6 == 0 else 512 for layer in range(18)], 64
+        ).layers_per_page
+        == 3
+    )
     assert len({(place.group, place.stack, place.layer) for place in layout.places}) == 26
     assert CacheLayout.of(32, [4096] * 32, 64).groups[0].num_stacks == 1
 
 
-@given(st.integers(1, 500), st.integers(1, 70), st.sampled_from([1, 3, 16]), st.sampled_from([1, 5, 40, 600]))
-def test_a_table_holds_what_is_seen_and_never_more_than_most_pages(num_tokens: int, step: int, page_size: int, window: int) -> None:
+@given(
+    st.integers(1, 500),
+    st.integers(1, 70),
+    st.sampled_from([1, 3, 16]),
+    st.sampled_from([1, 5, 40, 600]),
+)
+def test_a_table_holds_what_is_seen_and_never_more_than_most_pages(
+    num_tokens: int, step: int, page_size: int, window: int
+) -> None:
     layout = CacheLayout.of(6, [None if layer == 5 else window for layer in range(6)], page_size)
     allocator = PageAllocator(10_000)
     table = PageTable(allocator, layout)
@@ -121,15 +135,25 @@ def test_a_table_holds_what_is_seen_and_never_more_than_most_pages(num_tokens: i
         table.grow(num_tokens, end)
         assert len(table.owned) == allocator.num_owned <= layout.most_pages(num_tokens, step)
         for group, pages in zip(layout.groups, table.pages, strict=True):
-            seen = pages[group.first_seen(start) // page_size * group.num_stacks : pages_for(end, page_size) * group.num_stacks]
+            seen = pages[
+                group.first_seen(start) // page_size * group.num_stacks : pages_for(end, page_size)
+                * group.num_stacks
+            ]
             assert DROPPED not in seen and len(seen) % group.num_stacks == 0
         table.drop(end)
     table.release()
     assert allocator.num_owned == 0 and allocator.integrity() == []
 
 
-@given(st.integers(0, 300), st.integers(1, 70), st.sampled_from([1, 16]), st.sampled_from([None, 1, 40]))
-def test_most_tokens_is_the_inverse_of_most_pages(num_pages: int, step: int, page_size: int, window: int | None) -> None:
+@given(
+    st.integers(0, 300),
+    st.integers(1, 70),
+    st.sampled_from([1, 16]),
+    st.sampled_from([None, 1, 40]),
+)
+def test_most_tokens_is_the_inverse_of_most_pages(
+    num_pages: int, step: int, page_size: int, window: int | None
+) -> None:
     layout = CacheLayout.of(3, [window, None, window], page_size)
     most = layout.most_tokens(num_pages, step, 10**6)
     assert layout.most_pages(most, step) <= num_pages < layout.most_pages(most + 1, step)
@@ -169,4 +193,6 @@ def test_integrity_names_what_is_inconsistent() -> None:
     allocator.release([page])
     assert allocator.integrity() == []
     allocator.kept[page] = 0
-    assert allocator.integrity() == ["a page is cached and not worth keeping, or the other way round"]
+    assert allocator.integrity() == [
+        "a page is cached and not worth keeping, or the other way round"
+    ]

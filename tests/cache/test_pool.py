@@ -1,4 +1,6 @@
-"""KVPool: what is written to a slot is read from it, in both layouts of values and in float8; room that cannot be had is a MemoryError."""
+"""KVPool: what is written to a slot is read from it, in both layouts of values and in float8; room
+that cannot be had is a MemoryError.
+"""
 
 import pytest
 import torch
@@ -12,8 +14,12 @@ LAYOUT = CacheLayout.of(2, (None, None), 16)
 
 @pytest.mark.parametrize("stored_as", [torch.float32, FLOAT8])
 @pytest.mark.parametrize("value_in_key", [False, True])
-def test_a_slot_has_what_was_written_to_it_until_its_page_is_cleared(stored_as: torch.dtype, value_in_key: bool) -> None:
-    pool = KVPool.allocate(LAYOUT, 4, 32, 16, torch.float32, CPU, value_in_key=value_in_key, stored_as=stored_as)
+def test_a_slot_has_what_was_written_to_it_until_its_page_is_cleared(
+    stored_as: torch.dtype, value_in_key: bool
+) -> None:
+    pool = KVPool.allocate(
+        LAYOUT, 4, 32, 16, torch.float32, CPU, value_in_key=value_in_key, stored_as=stored_as
+    )
     assert (pool.num_pages, pool.page_size, pool.value_in_key) == (4, 16, value_in_key)
     assert pool.num_bytes == 2 * 4 * 16 * (32 if value_in_key else 48) * stored_as.itemsize
     slots_T = torch.tensor([16, 50])  # The first of page 1, the third of page 3.

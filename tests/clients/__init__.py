@@ -1,1 +1,3 @@
-"""Suites for clients that need an environment of their own: `scripts/clients`. Each file is a program that is given a server's URL."""
+"""Suites for clients that need an environment of their own: `scripts/clients`. Each file is a
+program that is given a server's URL.
+"""

@@ -14,11 +14,35 @@ FOLDER = Path(__file__).resolve().parents[2] / "model" / "pretrained"
 
 def huggingface_generate(url: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        command = [str(Path(sys.executable).parent / "aiperf"), "profile", "-m", "embedded", "--url", url]
-        command += ["--endpoint-type", "huggingface-generate", "--streaming", "--tokenizer", str(FOLDER)]
-        command += ["--synthetic-input-tokens-mean", "16", "--output-tokens-mean", "8", "--request-count", "16", "--concurrency", "4"]
+        command = [
+            str(Path(sys.executable).parent / "aiperf"),
+            "profile",
+            "-m",
+            "embedded",
+            "--url",
+            url,
+        ]
+        command += [
+            "--endpoint-type",
+            "huggingface-generate",
+            "--streaming",
+            "--tokenizer",
+            str(FOLDER),
+        ]
+        command += [
+            "--synthetic-input-tokens-mean",
+            "16",
+            "--output-tokens-mean",
+            "8",
+            "--request-count",
+            "16",
+            "--concurrency",
+            "4",
+        ]
         command += ["--ui", "none", "--no-gpu-telemetry", "--artifact-dir", folder]
-        done = subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(
+            command, check=False, cwd=folder, capture_output=True, text=True, timeout=240
+        )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         (report,) = Path(folder).rglob("profile_export_aiperf.json")
         values = json.loads(report.read_text())

@@ -1,8 +1,10 @@
-"""The own code of editors' clients against a real server: `python -m tests.clients.editors_suite FOLDER`, which scripts/editors calls.
+"""The own code of editors' clients against a real server: `python -m tests.clients.editors_suite
+FOLDER`, which scripts/editors calls.
 
-FOLDER holds what is there of llama.vim and llama.vscode (checkouts), continue-core (the package @continuedev/core, unpacked) and
-node_modules. What is missing is skipped, and named. Each program under tests/clients/editors prints what holds. Exit status 1 where
-something does not, or where the server refused a request.
+FOLDER holds what is there of llama.vim and llama.vscode (checkouts), continue-core (the package
+@continuedev/core, unpacked) and node_modules. What is missing is skipped, and named. Each program
+under tests/clients/editors prints what holds. Exit status 1 where something does not, or where the
+server refused a request.
 """
 
 import json
@@ -31,7 +33,9 @@ SECONDS = 120
 def in_terminal(command: list[str], environment: dict[str, str]) -> str:
     """Runs a program in a pseudo-terminal until it ends; what it has written."""
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+    )
     os.close(theirs)
     shown, end = b"", time.monotonic() + SECONDS
     while process.poll() is None and time.monotonic() < end:
@@ -51,19 +55,38 @@ def llama_vim(url: str, folder: Path) -> bool:
     checkout = folder / "llama.vim"
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "result.json"
-        environment = os.environ | {"TERM": "xterm", "LLAMA_VIM": str(checkout), "SERVER": url, "RESULT": str(result)}
+        environment = os.environ | {
+            "TERM": "xterm",
+            "LLAMA_VIM": str(checkout),
+            "SERVER": url,
+            "RESULT": str(result),
+        }
         vim = ["vim", "-N", "-u", "NONE", "-i", "NONE", "-n", "-S", str(PROGRAMS / "llama_vim.vim")]
         shown = in_terminal(vim, environment)
-        found = json.loads(result.read_text(encoding="utf-8")) if result.is_file() else {"messages": shown[-2000:]}
+        found = (
+            json.loads(result.read_text(encoding="utf-8"))
+            if result.is_file()
+            else {"messages": shown[-2000:]}
+        )
     checks = {
         "completion": any(response["content"].strip() for response in found.get("responses", ())),
-        "timings": all(response["timings/predicted_n"] >= 0 and "tokens_cached" in response for response in found.get("responses", ())),
+        "timings": all(
+            response["timings/predicted_n"] >= 0 and "tokens_cached" in response
+            for response in found.get("responses", ())
+        ),
         "speculative completion": len(found.get("responses", ())) > 1,
-        "acceptance": any(line.startswith("    ret") and len(line) > len("    ret") for line in found.get("completed", ())),
-        "instruction": found.get("instructed", [])[-1:] == ["print(add(1, 2))"] and found["instructed"] != found["completed"],
+        "acceptance": any(
+            line.startswith("    ret") and len(line) > len("    ret")
+            for line in found.get("completed", ())
+        ),
+        "instruction": found.get("instructed", [])[-1:] == ["print(add(1, 2))"]
+        and found["instructed"] != found["completed"],
     }
     failed = [name for name, holds in checks.items() if not holds]
-    print(f"llama.vim {version(checkout)}: {', '.join(checks)}: {'failed: ' + ', '.join(failed) if failed else 'all hold'}")
+    print(
+        f"llama.vim {version(checkout)}: {', '.join(checks)}: "
+        f"{'failed: ' + ', '.join(failed) if failed else 'all hold'}"
+    )
     if failed:
         print(json.dumps(found, indent=1), file=sys.stderr)
     return not failed
@@ -74,7 +97,12 @@ def version(checkout: Path) -> str:
     beside = checkout.with_name(f"{checkout.name}.commit")
     if beside.is_file():
         return beside.read_text(encoding="utf-8").strip()[:7]
-    done = subprocess.run(["git", "-C", str(checkout), "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", "-C", str(checkout), "rev-parse", "--short=7", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return done.stdout.strip() or "of an unknown commit"
 
 
@@ -82,13 +110,24 @@ def missing(folder: Path) -> Iterator[tuple[str, str]]:
     """(what is skipped, what it lacks)."""
     needs = {
         "llama.vim": ("llama.vim/autoload/llama.vim",),
-        "llama.vscode": ("llama.vscode/src/llama-server.ts", "node_modules/axios", "node_modules/typescript"),
+        "llama.vscode": (
+            "llama.vscode/src/llama-server.ts",
+            "node_modules/axios",
+            "node_modules/typescript",
+        ),
         "@continuedev/core": ("continue-core/llm/llms/LlamaCpp.ts", "node_modules/typescript"),
-        "@continuedev/openai-adapters": ("node_modules/@continuedev/openai-adapters/dist/index.js", "node_modules/typescript"),
+        "@continuedev/openai-adapters": (
+            "node_modules/@continuedev/openai-adapters/dist/index.js",
+            "node_modules/typescript",
+        ),
     }
     for name, paths in needs.items():
         lacking = [str(folder / path) for path in paths if not (folder / path).exists()]
-        lacking += [command for command in (("vim", "curl") if name == "llama.vim" else ("node",)) if shutil.which(command) is None]
+        lacking += [
+            command
+            for command in (("vim", "curl") if name == "llama.vim" else ("node",))
+            if shutil.which(command) is None
+        ]
         if lacking:
             yield name, ", ".join(lacking)
 
@@ -96,7 +135,15 @@ def missing(folder: Path) -> Iterator[tuple[str, str]]:
 def node(program: str, *arguments: str, folder: Path) -> bool:
     """Runs a program under node; whether all of it holds."""
     environment = os.environ | {"NODE_PATH": str(folder / "node_modules")}
-    return subprocess.run(["node", str(PROGRAMS / program), *arguments], env=environment, timeout=SECONDS, check=False).returncode == 0
+    return (
+        subprocess.run(
+            ["node", str(PROGRAMS / program), *arguments],
+            env=environment,
+            timeout=SECONDS,
+            check=False,
+        ).returncode
+        == 0
+    )
 
 
 class LoggedServer(ServerProcess):
@@ -117,14 +164,22 @@ class LoggedServer(ServerProcess):
         return [line[1] for line in lines if line]
 
 
-def run(folder: Path, skipped: Container[str], server: LoggedServer, tools: LoggedServer) -> list[bool]:
+def run(
+    folder: Path, skipped: Container[str], server: LoggedServer, tools: LoggedServer
+) -> list[bool]:
     """Runs what is not skipped; whether all of each client holds."""
     modules = str(folder / "node_modules")
     programs = {
         "llama.vim": lambda: llama_vim(server.url, folder),
-        "llama.vscode": lambda: node("llama_vscode.cjs", server.url, str(folder / "llama.vscode"), tools.url, folder=folder),
-        "@continuedev/core": lambda: node("continue_core.cjs", server.url, str(folder / "continue-core"), folder=folder),
-        "@continuedev/openai-adapters": lambda: node("continue_adapters.mjs", server.url, modules, folder=folder),
+        "llama.vscode": lambda: node(
+            "llama_vscode.cjs", server.url, str(folder / "llama.vscode"), tools.url, folder=folder
+        ),
+        "@continuedev/core": lambda: node(
+            "continue_core.cjs", server.url, str(folder / "continue-core"), folder=folder
+        ),
+        "@continuedev/openai-adapters": lambda: node(
+            "continue_adapters.mjs", server.url, modules, folder=folder
+        ),
     }
     return [program() for name, program in programs.items() if name not in skipped]
 
@@ -140,13 +195,19 @@ def main() -> int:
         for file in EMBEDDED.iterdir():
             (model / file.name).symlink_to(file)
         (model / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
-        servers = LoggedServer(model), LoggedServer(make_tool_checkpoint("functiongemma", Path(scratch) / "tools"))
+        servers = (
+            LoggedServer(model),
+            LoggedServer(make_tool_checkpoint("functiongemma", Path(scratch) / "tools")),
+        )
         try:
             held = run(folder, skipped, *servers)
         finally:
             answered = [line for server in servers for line in server.answered()]
     refused = [line for line in answered if not line.endswith(" 200")]
-    print(f"{len(held)} clients were run, {len(skipped)} skipped; {len(refused)} of {len(answered)} requests were not answered with 200")
+    print(
+        f"{len(held)} clients were run, {len(skipped)} skipped; {len(refused)} of {len(answered)} "
+        "requests were not answered with 200"
+    )
     for line in refused:
         print(line)
     return int(not all(held) or bool(refused))

@@ -1,4 +1,6 @@
-"""lm-evaluation-harness: local-completions against its own `hf` backend on the same checkpoint, log-likelihoods within 1e-3."""
+"""lm-evaluation-harness: local-completions against its own `hf` backend on the same checkpoint,
+log-likelihoods within 1e-3.
+"""
 
 from importlib.metadata import version
 from pathlib import Path
@@ -21,21 +23,33 @@ ITEMS = [
 
 def server(url: str) -> LocalCompletionsAPI:
     return LocalCompletionsAPI(
-        base_url=f"{url}/v1/completions", model="embedded", tokenizer=FOLDER, tokenizer_backend="huggingface", max_length=4096, batch_size=2
+        base_url=f"{url}/v1/completions",
+        model="embedded",
+        tokenizer=FOLDER,
+        tokenizer_backend="huggingface",
+        max_length=4096,
+        batch_size=2,
     )
 
 
 def loglikelihood(url: str) -> None:
     requests = [Instance("loglikelihood", {}, item, 0) for item in ITEMS]
     ours = server(url).loglikelihood(requests)
-    theirs = HFLM(pretrained=FOLDER, device="cpu", dtype="float32", batch_size=1).loglikelihood(requests)
+    theirs = HFLM(pretrained=FOLDER, device="cpu", dtype="float32", batch_size=1).loglikelihood(
+        requests
+    )
     for item, (our, our_greedy), (their, their_greedy) in zip(ITEMS, ours, theirs, strict=True):
         assert abs(our - their) < 1e-3 and our_greedy == their_greedy, (item, our, their)
-    print("largest difference", max(abs(our - their) for (our, _), (their, _) in zip(ours, theirs, strict=True)))
+    print(
+        "largest difference",
+        max(abs(our - their) for (our, _), (their, _) in zip(ours, theirs, strict=True)),
+    )
 
 
 def generate_until(url: str) -> None:
-    requests = [Instance("generate_until", {}, ("def add(", {"until": ["\n"], "max_gen_toks": 16}), 0)]
+    requests = [
+        Instance("generate_until", {}, ("def add(", {"until": ["\n"], "max_gen_toks": 16}), 0)
+    ]
     (text,) = server(url).generate_until(requests)
     assert text and "\n" not in text
 

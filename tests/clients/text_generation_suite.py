@@ -9,7 +9,9 @@ from text_generation.errors import ValidationError
 
 
 def generate(url: str) -> None:
-    response = Client(url).generate("def add(", max_new_tokens=6, decoder_input_details=True, top_n_tokens=2)
+    response = Client(url).generate(
+        "def add(", max_new_tokens=6, decoder_input_details=True, top_n_tokens=2
+    )
     assert response.details is not None and response.details.generated_tokens == 6
     assert len(response.details.prefill) == 3 and len(response.details.top_tokens) == 6
 
@@ -22,7 +24,10 @@ def generate_best_of(url: str) -> None:
 def stream(url: str) -> None:
     whole = Client(url).generate("def add(", max_new_tokens=6)
     events = list(Client(url).generate_stream("def add(", max_new_tokens=6))
-    assert events[-1].generated_text == whole.generated_text and events[-1].details.finish_reason == "length"
+    assert (
+        events[-1].generated_text == whole.generated_text
+        and events[-1].details.finish_reason == "length"
+    )
 
 
 def asynchronous(url: str) -> None:
@@ -49,4 +54,8 @@ def errors(url: str) -> None:
     raise AssertionError("no ValidationError")
 
 
-run("text-generation", version("text-generation"), [generate, generate_best_of, stream, asynchronous, chat, errors])
+run(
+    "text-generation",
+    version("text-generation"),
+    [generate, generate_best_of, stream, asynchronous, chat, errors],
+)

@@ -1,5 +1,5 @@
-"""Text of any kind is read and told, and some of it held out; tokenizers of checkpoints that are trained
-further or converted are tried before they are loaded, and must fit the model.
+"""Text of any kind is read and told, and some of it held out; tokenizers of checkpoints that are
+trained further or converted are tried before they are loaded, and must fit the model.
 """
 
 import json
@@ -15,7 +15,9 @@ from tests.support.checkpoints import make_tokenizer
 
 
 def test_a_tokenizer_that_takes_too_much_is_not_loaded(tmp_path: Path) -> None:
-    tokenizer = json.loads(make_tokenizer().to_str()) | {"normalizer": {"type": "Prepend", "prepend": "xy z" * 2**23}}
+    tokenizer = json.loads(make_tokenizer().to_str()) | {
+        "normalizer": {"type": "Prepend", "prepend": "xy z" * 2**23}
+    }
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ConfigurationError, match=r"/tokenizer\.json: cannot be loaded within"):
         corpus.read_tokenizer(tmp_path, 1000)
@@ -37,7 +39,9 @@ def jsonl(*values: object) -> str:
     return "".join(json.dumps(value) + "\n" for value in values)
 
 
-def test_text_of_any_kind_is_read_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_of_any_kind_is_read_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     files: dict[str, bytes | str] = {
         "README": lines(5, "no suffix"),
         "package/__init__.py": "x = 1\r\n",
@@ -77,7 +81,10 @@ def test_text_of_any_kind_is_read_and_told(tmp_path: Path, capsys: pytest.Captur
         "half.ndjson:1": "half of a pair: ?",
         "settings.json": '{"a": 1}\n',
     }
-    assert capsys.readouterr().err == (f"read 9 files, 159 bytes of text from {tmp_path}; 5 left out as no text, such as half.ndjson:3\n")
+    assert capsys.readouterr().err == (
+        f"read 9 files, 159 bytes of text from {tmp_path}; 5 left out as no text, such as "
+        "half.ndjson:3\n"
+    )
 
 
 def test_one_file_is_a_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,10 +107,14 @@ def test_one_file_is_a_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         {"deep.jsonl": "[" * 100_000},
     ],
 )
-def test_a_place_without_text_is_refused_with_what_was_looked_for(files: dict[str, str], tmp_path: Path) -> None:
+def test_a_place_without_text_is_refused_with_what_was_looked_for(
+    files: dict[str, str], tmp_path: Path
+) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    told = f"^data {tmp_path}: holds no text; looked for files of text in UTF-8, of any name, and JSON"
+    told = (
+        f"^data {tmp_path}: holds no text; looked for files of text in UTF-8, of any name, and JSON"
+    )
     with pytest.raises(OptionError, match=told):
         corpus.read_documents(tmp_path)
 

@@ -1,5 +1,5 @@
-"""`onehead generate`: sampled as the checkpoint says, its text alone on standard output, and a chat that
-remembers, whose answers Ctrl-C ends.
+"""`onehead generate`: sampled as the checkpoint says, its text alone on standard output, and a chat
+that remembers, whose answers Ctrl-C ends.
 """
 
 import json
@@ -49,13 +49,25 @@ GREEDY = {"temperature": 0.0}
         ({}, [], GREEDY),
         ({"eos_token_id": 0, "repetition_penalty": 1.1}, [], GREEDY | {"repetition_penalty": 1.1}),
         ({"do_sample": True}, [], {"temperature": 1.0}),
-        ({"do_sample": True, "top_k": 64, "top_p": 0.95}, [], {"temperature": 1.0, "top_k": 64, "top_p": 0.95}),
+        (
+            {"do_sample": True, "top_k": 64, "top_p": 0.95},
+            [],
+            {"temperature": 1.0, "top_k": 64, "top_p": 0.95},
+        ),
         ({"temperature": 0.6, "min_p": 0.1}, [], {"temperature": 0.6, "min_p": 0.1}),
         ({"do_sample": False, "temperature": 0.6}, [], GREEDY),
-        ({"do_sample": False, "temperature": 0.6}, ["--top_p", "0.5"], {"temperature": 0.6, "top_p": 0.5}),
+        (
+            {"do_sample": False, "temperature": 0.6},
+            ["--top_p", "0.5"],
+            {"temperature": 0.6, "top_p": 0.5},
+        ),
         ({"temperature": 0.6, "top_k": 5}, ["--temperature", "0"], GREEDY | {"top_k": 5}),
         ({}, ["--top-k", "5"], {"temperature": 1.0, "top_k": 5}),
-        ({"top_k": 5}, ["--top_k", "0", "--repetition-penalty", "2"], {"top_k": 0, "repetition_penalty": 2.0}),
+        (
+            {"top_k": 5},
+            ["--top_k", "0", "--repetition-penalty", "2"],
+            {"top_k": 0, "repetition_penalty": 2.0},
+        ),
     ],
 )
 def test_it_draws_as_the_checkpoint_says_unless_told(
@@ -69,9 +81,17 @@ def test_it_draws_as_the_checkpoint_says_unless_told(
     assert {name: getattr(sampling, name) for name in plain} == plain | expected
 
 
-def test_a_seeded_text_is_that_of_the_server_and_speed_goes_to_standard_error(embedded_folder: Path, tmp_path: Path) -> None:
+def test_a_seeded_text_is_that_of_the_server_and_speed_goes_to_standard_error(
+    embedded_folder: Path, tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(embedded_folder, tmp_path / "sampled"))
-    config = {"bos_token_id": 0, "eos_token_id": 0, "do_sample": True, "temperature": 0.7, "top_k": 20}
+    config = {
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_k": 20,
+    }
     (folder / "generation_config.json").unlink()
     (folder / "generation_config.json").write_text(json.dumps(config))
     done = run(folder, "def f(", "--max_new_tokens", "12", "--seed", "3")
@@ -115,7 +135,9 @@ def test_a_chat_from_a_pipe_remembers_and_refuses_what_is_too_long(embedded_fold
     assert again.stdout.endswith("\n") and "> " not in both.stdout
 
 
-def test_in_a_terminal_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(embedded_folder: Path, request: pytest.FixtureRequest) -> None:
+def test_in_a_terminal_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(
+    embedded_folder: Path, request: pytest.FixtureRequest
+) -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         command(embedded_folder, "--chat", "--temperature", "1", "--seed", "1"),

@@ -1,4 +1,6 @@
-"""configs/: every preset loads, says why each of its lines is there, and gives an engine where it names no GPU; the image has them all."""
+"""configs/: every preset loads, says why each of its lines is there, and gives an engine where it
+names no GPU; the image has them all.
+"""
 
 import re
 import tomllib
@@ -36,14 +38,26 @@ def test_each_line_says_why(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["laptop", "low-memory", "deterministic"])
 def test_a_preset_without_a_gpu_serves_the_embedded_model(name: str) -> None:
-    settings = load(OfflineSettings, ["--config", str(CONFIGS / f"{name}.toml"), "--engine.threads", "1"], "onehead bench --offline")
+    settings = load(
+        OfflineSettings,
+        ["--config", str(CONFIGS / f"{name}.toml"), "--engine.threads", "1"],
+        "onehead bench --offline",
+    )
     _, ready = load_engine(settings)
-    assert ready.device == "cpu" and ready.capacity == ready.max_context  # The cache holds the longest request.
+    assert (
+        ready.device == "cpu" and ready.capacity == ready.max_context
+    )  # The cache holds the longest request.
     assert ready.deterministic or name != "deterministic"
 
 
 def test_the_image_is_built_from_files_that_are_sent_to_it() -> None:
-    sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    sent = {
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
+    copied = re.findall(
+        r"^COPY (?!--from)(.+) \S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE
+    )
     sources = {source for line in copied for source in line.split()}
     assert {"commands", "server", "model", "cache", "configs"} <= sources <= sent

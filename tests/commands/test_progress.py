@@ -42,7 +42,9 @@ def test_a_dumb_terminal_gets_lines_too() -> None:
     os.close(ours)
 
 
-def test_nothing_is_said_after_the_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_said_after_the_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(progress, "SECONDS", 0.01)
     with progress.progress(transient=True) as shown:
         shown.add_task("measuring", total=1)

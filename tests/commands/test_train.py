@@ -1,4 +1,6 @@
-"""The trainer: it learns, resumes to the same bits, splits by name, rearranges without losing a character; its folder serves anywhere."""
+"""The trainer: it learns, resumes to the same bits, splits by name, rearranges without losing a
+character; its folder serves anywhere.
+"""
 
 import json
 import random
@@ -33,7 +35,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rng = random.Random(0)
     for i in range(60):
         names = [rng.choice(["alpha", "beta", "gamma"]) for _ in range(12)]
-        (folder / f"module_{i}.py").write_text("".join(f"def {name}(x):\n    return x + {k}\n\n\n" for k, name in enumerate(names)))
+        (folder / f"module_{i}.py").write_text(
+            "".join(f"def {name}(x):\n    return x + {k}\n\n\n" for k, name in enumerate(names))
+        )
     return folder
 
 
@@ -77,17 +81,31 @@ def interrupted_after(count: int) -> Callable[..., None]:
 
 
 def test_the_bar_shows_losses_from_when_there_are_any() -> None:
-    shown = [train.figures(state) for state in (TrainState(0, [], []), TrainState(1, [5.0], []), TrainState(8, [4.0], [(8, 4.5)]))]
+    shown = [
+        train.figures(state)
+        for state in (
+            TrainState(0, [], []),
+            TrainState(1, [5.0], []),
+            TrainState(8, [4.0], [(8, 4.5)]),
+        )
+    ]
     assert shown == ["", "loss 5.000 nats/token", "loss 4.000, held-out 4.500 nats/token"]
 
 
 def test_it_learns_and_a_resumed_run_is_the_run_that_was_not_stopped(
-    options: TrainOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: TrainOptions,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     train.train(options)
     whole = load_file(options.output / "model.safetensors")
     stopped = options.model_copy(update=dict(output=tmp_path / "resumed", work=tmp_path / "work2"))
-    for steps, words in ((5, "before the first save at step 8: nothing is kept\n"), (20, KEPT), (1, KEPT)):
+    for steps, words in (
+        (5, "before the first save at step 8: nothing is kept\n"),
+        (20, KEPT),
+        (1, KEPT),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(train, "take_step", interrupted_after(steps))
             with pytest.raises(KeyboardInterrupt):
@@ -96,20 +114,29 @@ def test_it_learns_and_a_resumed_run_is_the_run_that_was_not_stopped(
     train.train(stopped)
     resumed = load_file(stopped.output / "model.safetensors")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
-    with pytest.raises(ValueError, match=r"belongs to a run of other options \(seed 0 then, 1 now\)"):
+    with pytest.raises(
+        ValueError, match=r"belongs to a run of other options \(seed 0 then, 1 now\)"
+    ):
         train.train(stopped.model_copy(update=dict(seed=1)))
     state = json.loads(_metadata(options.work / "state.safetensors")["state"])
-    assert state["losses"][-1] < 0.8 * state["losses"][0] and [step for step, _ in state["held_out"]] == [8, 16, 24]
+    assert state["losses"][-1] < 0.8 * state["losses"][0] and [
+        step for step, _ in state["held_out"]
+    ] == [8, 16, 24]
     assert (options.output / "loss.svg").read_text().count("<svg") == 1
 
 
 def test_an_interruption_before_the_first_step_says_so(
     options: TrainOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("commands.corpus.read_documents", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        "commands.corpus.read_documents", lambda _: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         train.train(options)
-    assert capsys.readouterr().err == f"{PREPARING}onehead train: interrupted before the first step: nothing is kept\n"
+    assert (
+        capsys.readouterr().err
+        == f"{PREPARING}onehead train: interrupted before the first step: nothing is kept\n"
+    )
 
 
 def test_a_missing_folder_of_data_is_named(options: TrainOptions, tmp_path: Path) -> None:
@@ -123,7 +150,11 @@ def test_without_matplotlib_everything_but_the_picture_is_written(
     train.train(options.model_copy(update=dict(steps=8)))
     whole = {path.name for path in options.output.iterdir()}
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    other = options.model_copy(update=dict(steps=8, output=options.output.parent / "bare", work=options.work.parent / "bare work"))
+    other = options.model_copy(
+        update=dict(
+            steps=8, output=options.output.parent / "bare", work=options.work.parent / "bare work"
+        )
+    )
     capsys.readouterr()
     train.train(other)
     assert whole - {path.name for path in other.output.iterdir()} == {"loss.svg"}
@@ -131,7 +162,12 @@ def test_without_matplotlib_everything_but_the_picture_is_written(
     sizes = {name: TrainOptions.model_fields[name].default for name in OF_A_NEW_MODEL}
     train.train(
         options.model_copy(
-            update=dict(init=other.output, output=options.output.parent / "further", work=options.work.parent / "w", **sizes)
+            update=dict(
+                init=other.output,
+                output=options.output.parent / "further",
+                work=options.work.parent / "w",
+                **sizes,
+            )
         )
     )
     assert (options.output.parent / "further" / "model.safetensors").exists()
@@ -155,7 +191,10 @@ def test_the_folder_is_an_ordinary_checkpoint(options: TrainOptions) -> None:
     assert model.config.n_positions == 128 and model.dtype is torch.bfloat16
     ids = tokenizer("<fim_prefix>def a<fim_suffix>x<fim_middle>")["input_ids"]
     assert len(set(tokenizer.all_special_ids) & set(ids)) == 3
-    assert tokenizer.decode(tokenizer("def f(x):\n    return 10")["input_ids"]) == "def f(x):\n    return 10"
+    assert (
+        tokenizer.decode(tokenizer("def f(x):\n    return 10")["input_ids"])
+        == "def f(x):\n    return 10"
+    )
 
 
 def test_the_multi_head_twin_is_transformers_and_is_refused_by_name(options: TrainOptions) -> None:
@@ -169,12 +208,16 @@ def test_the_multi_head_twin_is_transformers_and_is_refused_by_name(options: Tra
     model = AutoModelForCausalLM.from_pretrained(options.output, dtype=torch.float32)
     assert model.config.multi_query is False
     decoder = training.decoder.to(torch.bfloat16).float()
-    ids_T = torch.randint(0, decoder.spec.vocab_size, (40,), generator=torch.Generator().manual_seed(0))
+    ids_T = torch.randint(
+        0, decoder.spec.vocab_size, (40,), generator=torch.Generator().manual_seed(0)
+    )
     with torch.inference_mode():
         ours_TV = decoder_logits(decoder)(ids_T)
         theirs_TV = model(ids_T[None]).logits[0]
     assert torch.allclose(ours_TV, theirs_TV, atol=1e-5)
-    with pytest.raises(CheckpointError, match=r"multi_query is False, so there are 2 key/value heads"):
+    with pytest.raises(
+        CheckpointError, match=r"multi_query is False, so there are 2 key/value heads"
+    ):
         read_spec(options.output)
 
 
@@ -185,16 +228,26 @@ def test_unusable_options_are_refused(options: TrainOptions) -> None:
         train.train(options.model_copy(update=dict(batch_tokens=10**7)))
 
 
-def test_an_output_that_cannot_be_made_is_known_before_the_first_step(options: TrainOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_that_cannot_be_made_is_known_before_the_first_step(
+    options: TrainOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(train, "take_step", None)
     (options.output.parent / "file").write_text("")
-    for output in (Path("/proc/x"), options.output.parent / "file", options.output.parent / "file" / "x"):
+    for output in (
+        Path("/proc/x"),
+        options.output.parent / "file",
+        options.output.parent / "file" / "x",
+    ):
         with pytest.raises(OptionError, match=f"{output} cannot be made: "):
             train.train(options.model_copy(update=dict(output=output)))
 
 
 def test_the_learning_rate_of_a_trained_model_is_lower(tmp_path: Path) -> None:
-    assert TrainOptions(output=tmp_path).learning_rate == TrainOptions(output=tmp_path, learning_rate=2e-3).learning_rate == 2e-3
+    assert (
+        TrainOptions(output=tmp_path).learning_rate
+        == TrainOptions(output=tmp_path, learning_rate=2e-3).learning_rate
+        == 2e-3
+    )
     assert TrainOptions(output=tmp_path, init=tmp_path).learning_rate == 5e-4
     assert TrainOptions(output=tmp_path, init=tmp_path, learning_rate=1e-3).learning_rate == 1e-3
     with pytest.raises(ValueError, match="learning_rate"):
@@ -232,7 +285,11 @@ def test_sequences_overlap_by_one_and_cover_the_stream() -> None:
     rows = corpus.sequences(stream, 32, seed=3)
     assert rows.shape[1] == 33 and (np.diff(rows.astype(int), axis=1) == 1).all()
     starts = sorted(int(row[0]) for row in rows)
-    assert np.diff(starts).tolist() == [32] * (len(starts) - 1) and starts[0] < 32 and starts[-1] > 1000 - 66
+    assert (
+        np.diff(starts).tolist() == [32] * (len(starts) - 1)
+        and starts[0] < 32
+        and starts[-1] > 1000 - 66
+    )
 
 
 def test_digits_stand_alone_and_nothing_is_unknown(data: Path) -> None:
@@ -256,36 +313,56 @@ def test_every_position_is_trained_from_the_start(options: TrainOptions, data: P
     assert first.count(0) > 50 and max(first) > 60
 
 
-def test_folders_are_weighted_and_learn_nothing_that_is_held_out(options: TrainOptions, data: Path, tmp_path: Path) -> None:
+def test_folders_are_weighted_and_learn_nothing_that_is_held_out(
+    options: TrainOptions, data: Path, tmp_path: Path
+) -> None:
     (tmp_path / "more").mkdir()
     held_out = next(document for document in corpus.read_documents(data) if document.held_out)
     for name, text in (("a", "x = 1\n"), ("b", "x = 2\n"), ("copy", held_out.text)):
         (tmp_path / "more" / f"{name}.py").write_text(text)
-    documents = Corpus(options.model_copy(update=dict(data=(f"{tmp_path / 'more'}=2.5", f"{data}=1"))))
+    documents = Corpus(
+        options.model_copy(update=dict(data=(f"{tmp_path / 'more'}=2.5", f"{data}=1")))
+    )
     (more, plain), epoch = documents.sources, documents.epoch(seed=7)
-    assert {document.name for document in more.documents} == {"a", "b"} and held_out in documents.held_out
-    assert len(epoch) == 5 + len(plain.documents) and {epoch.count(document) for document in more.documents} == {2, 3}
+    assert {document.name for document in more.documents} == {
+        "a",
+        "b",
+    } and held_out in documents.held_out
+    assert len(epoch) == 5 + len(plain.documents) and {
+        epoch.count(document) for document in more.documents
+    } == {2, 3}
     assert epoch == documents.epoch(seed=7)
 
 
 @pytest.mark.parametrize("text", ["folder=", "folder=much", "folder=0", "folder=nan", "a=b"])
 def test_a_weight_that_is_no_weight_is_refused(text: str, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=f"^data {text}: the weight '.*' is not a number from 0.01 to 1000$"):
+    with pytest.raises(
+        OptionError, match=f"^data {text}: the weight '.*' is not a number from 0.01 to 1000$"
+    ):
         data_folder(text)
     with pytest.raises(UsageError, match=f"data {text}: the weight"):
-        load_options(TrainOptions, ["--output", str(tmp_path), "--data", f"stdlib,{text}"], "onehead train")
+        load_options(
+            TrainOptions, ["--output", str(tmp_path), "--data", f"stdlib,{text}"], "onehead train"
+        )
 
 
-def test_the_table_of_data_names_licences(options: TrainOptions, data: Path, tmp_path: Path) -> None:
+def test_the_table_of_data_names_licences(
+    options: TrainOptions, data: Path, tmp_path: Path
+) -> None:
     listed = tmp_path / "listed"
     (listed / "one").mkdir(parents=True)
     (listed / "one" / "a.py").write_text("x = 1\n")
     (listed / "packages.csv").write_text("name,version,licence,files,bytes\none,1.2,MIT | X,1,6\n")
     (data / "LICENSE.md").write_text("as you like\n")
     Corpus(options.model_copy(update=dict(data=(f"{listed}=3", str(data))))).write_table(tmp_path)
-    Corpus(options.model_copy(update=dict(data=(str(listed), str(data))))).write_table(options.work.parent, tmp_path)
+    Corpus(options.model_copy(update=dict(data=(str(listed), str(data))))).write_table(
+        options.work.parent, tmp_path
+    )
     text = (tmp_path / "DATA.md").read_text()
-    assert "| listed | 3 | 1 | 6 | by package, below |\n| listed: one 1.2 | | | 6 | MIT / X |\n" in text
+    assert (
+        "| listed | 3 | 1 | 6 | by package, below |\n| listed: one 1.2 | | | 6 | MIT / X |\n"
+        in text
+    )
     assert "| LICENSE.md |\n" in text and text.count("| data |") == 2
 
 
@@ -294,10 +371,25 @@ def test_tokens_are_made_once(options: TrainOptions, monkeypatch: pytest.MonkeyP
     tokenizer = corpus.train_tokenizer((d.text for d in documents.training), 300)
     options.work.mkdir()
     token_stream = corpus.token_stream
-    monkeypatch.setattr("commands.corpus.token_stream", lambda *arguments: made.append(0) or token_stream(*arguments))
-    spec, long_run = train.build_spec(options, tokenizer), options.model_copy(update=dict(steps=600))
+    monkeypatch.setattr(
+        "commands.corpus.token_stream",
+        lambda *arguments: made.append(0) or token_stream(*arguments),
+    )
+    spec, long_run = (
+        train.build_spec(options, tokenizer),
+        options.model_copy(update=dict(steps=600)),
+    )
     first, second = (list(Data(long_run, spec, documents, tokenizer).steps(0)) for _ in range(2))
     assert len(made) == len(list(options.work.glob("tokens-*.npy"))) == 4
-    assert all(np.array_equal(one.rows_BU, other.rows_BU) for one, other in zip(first, second, strict=True))
-    list(Data(options, spec, documents, corpus.train_tokenizer((d.text for d in documents.training), 265)).steps(0))
+    assert all(
+        np.array_equal(one.rows_BU, other.rows_BU) for one, other in zip(first, second, strict=True)
+    )
+    list(
+        Data(
+            options,
+            spec,
+            documents,
+            corpus.train_tokenizer((d.text for d in documents.training), 265),
+        ).steps(0)
+    )
     assert len(made) > 4

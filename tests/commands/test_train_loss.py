@@ -1,4 +1,6 @@
-"""The compiled loss is the other one, compiled once for each length; what cannot be compiled is computed all the same."""
+"""The compiled loss is the other one, compiled once for each length; what cannot be compiled is
+computed all the same.
+"""
 
 from dataclasses import replace
 
@@ -20,7 +22,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:Dep
 
 @pytest.fixture
 def decoder() -> Decoder:
-    small = replace(read_spec(EMBEDDED_MODEL), hidden_size=16, head_dim=4, intermediate_size=16, num_layers=1)
+    small = replace(
+        read_spec(EMBEDDED_MODEL), hidden_size=16, head_dim=4, intermediate_size=16, num_layers=1
+    )
     decoder = Decoder(replace(small, vocab_size=VOCABULARY, max_positions=NUM_TOKENS))
     initialise(decoder, 0)
     return decoder
@@ -33,7 +37,9 @@ def loss_and_gradient(decoder: Decoder, loss: Loss, length: int) -> tuple[Tensor
     return nats, gradient
 
 
-def test_it_is_compiled_once_for_each_length(decoder: Decoder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_compiled_once_for_each_length(
+    decoder: Decoder, capsys: pytest.CaptureFixture[str]
+) -> None:
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
@@ -42,18 +48,30 @@ def test_it_is_compiled_once_for_each_length(decoder: Decoder, capsys: pytest.Ca
 
     plain, compiled = Loss(decoder, "cpu"), Loss(decoder, "cpu", backend)
     for length in (16, 16, 8, 16):
-        for one, other in zip(loss_and_gradient(decoder, plain, length), loss_and_gradient(decoder, compiled, length), strict=True):
+        for one, other in zip(
+            loss_and_gradient(decoder, plain, length),
+            loss_and_gradient(decoder, compiled, length),
+            strict=True,
+        ):
             assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
     assert len(graphs) == 2 and capsys.readouterr().err == ""
 
 
-def test_what_cannot_be_compiled_is_computed_after_one_line(decoder: Decoder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_compiled_is_computed_after_one_line(
+    decoder: Decoder, capsys: pytest.CaptureFixture[str]
+) -> None:
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
         raise RuntimeError("no compiler here")
 
     plain, compiled = Loss(decoder, "cpu"), Loss(decoder, "cpu", backend)
     for length in (16, 8):
-        assert torch.equal(loss_and_gradient(decoder, plain, length)[0], loss_and_gradient(decoder, compiled, length)[0])
+        assert torch.equal(
+            loss_and_gradient(decoder, plain, length)[0],
+            loss_and_gradient(decoder, compiled, length)[0],
+        )
     text = capsys.readouterr().err
-    assert text.startswith("onehead train: the loss cannot be compiled, so that steps take longer: ") and "no compiler here" in text
+    assert (
+        text.startswith("onehead train: the loss cannot be compiled, so that steps take longer: ")
+        and "no compiler here" in text
+    )
     assert text.count("\n") == 1

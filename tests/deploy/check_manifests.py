@@ -1,14 +1,25 @@
-"""python -m tests.deploy.check_manifests render HELM | compare HELM | crds FOLDER: what scripts/deploy does with the chart and manifests.
+"""python -m tests.deploy.check_manifests render HELM | compare HELM | crds FOLDER: what
+scripts/deploy does with the chart and manifests.
 
-render: writes deploy/kubernetes. compare: renders again, also with values that no preset has, and fails where a committed file differs.
-crds: validates every custom resource by the CustomResourceDefinitions in a folder.
+render: writes deploy/kubernetes. compare: renders again, also with values that no preset has, and
+fails where a committed file differs. crds: validates every custom resource by the
+CustomResourceDefinitions in a folder.
 """
 
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.manifests import CHART, DEPLOY, PRESETS, RENDERED, documents, header, mistakes, schemas
+from tests.support.manifests import (
+    CHART,
+    DEPLOY,
+    PRESETS,
+    RENDERED,
+    documents,
+    header,
+    mistakes,
+    schemas,
+)
 
 FURTHER = {
     "hpa": (["autoscaling.kind=hpa"], "kind: HorizontalPodAutoscaler"),
@@ -16,8 +27,14 @@ FURTHER = {
         ["model.repository=org/name", "model.tokenSecret=hub-token"],
         "{name: HF_TOKEN_PATH, value: /etc/hub/token}",
     ),
-    "a number": (["options.server.max_body_bytes=4000000"], '{name: ONEHEAD_SERVER__MAX_BODY_BYTES, value: "4000000"}'),
-    "a list": (["options.server.trusted_proxies={10.0.0.0/8,::1}"], '{name: ONEHEAD_SERVER__TRUSTED_PROXIES, value: "10.0.0.0/8,::1"}'),
+    "a number": (
+        ["options.server.max_body_bytes=4000000"],
+        '{name: ONEHEAD_SERVER__MAX_BODY_BYTES, value: "4000000"}',
+    ),
+    "a list": (
+        ["options.server.trusted_proxies={10.0.0.0/8,::1}"],
+        '{name: ONEHEAD_SERVER__TRUSTED_PROXIES, value: "10.0.0.0/8,::1"}',
+    ),
     "a long drain": (["options.server.drain_timeout=90.5"], "terminationGracePeriodSeconds: 106"),
     "a rule of egress": (["networkPolicy.egress[0].ports[0].port=4318"], "port: 4318"),
 }
@@ -29,7 +46,15 @@ REFUSED = {
     "two files of keys": ["keys.secret=a", "keys.file=b"],
 }
 
-BUILT_IN = {"v1", "apps/v1", "autoscaling/v2", "batch/v1", "networking.k8s.io/v1", "policy/v1", "rbac.authorization.k8s.io/v1"}
+BUILT_IN = {
+    "v1",
+    "apps/v1",
+    "autoscaling/v2",
+    "batch/v1",
+    "networking.k8s.io/v1",
+    "policy/v1",
+    "rbac.authorization.k8s.io/v1",
+}
 """Versions of Kubernetes' own API that the manifests use: kubernetes-validate has their schemas."""
 
 
@@ -60,7 +85,8 @@ def render(helm: str) -> list[str]:
 
 def compare(helm: str) -> list[str]:
     wrong = [
-        f"deploy/kubernetes/{preset}.yaml is not what the chart renders: run `scripts/deploy render`"
+        f"deploy/kubernetes/{preset}.yaml is not what the chart renders: run `scripts/deploy "
+        "render`"
         for preset in PRESETS
         if (RENDERED / f"{preset}.yaml").read_text() != rendering(helm, preset)
     ]
@@ -68,7 +94,11 @@ def compare(helm: str) -> list[str]:
         done = template(helm, *_set(values))
         if done.returncode or part not in done.stdout:
             wrong.append(f"{name}: {done.stderr or 'does not render what was asked for'}")
-    return wrong + [f"{name} is not refused" for name, values in REFUSED.items() if template(helm, *_set(values)).returncode == 0]
+    return wrong + [
+        f"{name} is not refused"
+        for name, values in REFUSED.items()
+        if template(helm, *_set(values)).returncode == 0
+    ]
 
 
 def crds(folder: str) -> list[str]:
@@ -83,7 +113,10 @@ def crds(folder: str) -> list[str]:
                 wrong += [f"{path.name} {manifest['kind']} {each}" for each in found]
             else:
                 valid += 1
-    print(f"{valid} custom resources are valid by {len(known)} schemas; no schema of {', '.join(sorted(unknown)) or 'none'}")
+    print(
+        f"{valid} custom resources are valid by {len(known)} schemas; no schema of "
+        f"{', '.join(sorted(unknown)) or 'none'}"
+    )
     return wrong if valid else [*wrong, f"{folder} has no schema of a custom resource in deploy/"]
 
 

@@ -1,4 +1,5 @@
-"""`serve run deploy.ray.app:app` with two replicas on a real Ray cluster. Needs the extra `ray`: scripts/ray runs it.
+"""`serve run deploy.ray.app:app` with two replicas on a real Ray cluster. Needs the extra `ray`:
+scripts/ray runs it.
 
 The cases share one cluster, and the one that kills a replica comes last.
 """
@@ -22,7 +23,11 @@ from tests.support.wire import http_request
 
 pytestmark = [pytest.mark.ray, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 OPTIONS = "--engine.threads", "1", "--cache.pages", "512"
-LONG = {"inputs": "import os", "stream": True, "parameters": {"max_new_tokens": 2000, "ignore_eos": True}}
+LONG = {
+    "inputs": "import os",
+    "stream": True,
+    "parameters": {"max_new_tokens": 2000, "ignore_eos": True},
+}
 
 VALIDATE = """
 import sys, yaml
@@ -76,7 +81,7 @@ for statuses, status, order, owner in (
     asked = []
     answer = asyncio.run(ingress._resume("s", Call("GET", "/v1/streams/s", (), b"")))
     assert (answer.status_code, "".join(asked), ingress.owners.find("s")) == (status, order, owner), (statuses, asked)
-"""
+"""  # noqa: E501
 
 LOADS = """
 import asyncio
@@ -101,7 +106,7 @@ assert first() is a
 for _ in range(3):
     router.decrement_queue_len_cache(b.replica_id)
 assert first() is b
-"""
+"""  # noqa: E501
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -126,7 +131,9 @@ async def until(condition: Callable[[], Any], what: str, seconds: float = 30.0) 
 
 
 def post(path: str, body: Any, **headers: str) -> bytes:
-    return http_request("POST", path, body, {name.replace("_", "-"): value for name, value in headers.items()})
+    return http_request(
+        "POST", path, body, {name.replace("_", "-"): value for name, value in headers.items()}
+    )
 
 
 async def running(cluster: Cluster) -> float:
@@ -139,7 +146,9 @@ async def test_answers_of_both_dialects_are_a_single_servers(cluster: Cluster) -
     with await asyncio.to_thread(ServerProcess, None, *OPTIONS) as server:
         oracles = await asyncio.gather(*(ask(server.port, question) for question in questions))
     answers = await asyncio.gather(*(ask(cluster.port, question) for question in questions))
-    assert [answer.problem(oracle) for answer, oracle in zip(answers, oracles, strict=True)] == [None] * len(questions)
+    assert [answer.problem(oracle) for answer, oracle in zip(answers, oracles, strict=True)] == [
+        None
+    ] * len(questions)
 
 
 async def test_headers_pass_in_both_directions(cluster: Cluster) -> None:
@@ -152,22 +161,34 @@ async def test_headers_pass_in_both_directions(cluster: Cluster) -> None:
 
 
 async def test_a_refusal_is_the_servers_own(cluster: Cluster) -> None:
-    async with exchange(cluster.port, post("/v1/completions", {"prompt": "x", "max_tokns": 1})) as reply:
-        assert reply.status == 400 and "max_tokns" in json.loads(await reply.body())["error"]["message"]
+    async with exchange(
+        cluster.port, post("/v1/completions", {"prompt": "x", "max_tokns": 1})
+    ) as reply:
+        assert (
+            reply.status == 400
+            and "max_tokns" in json.loads(await reply.body())["error"]["message"]
+        )
     assert (await cluster.get("/v1/models?x=1"))[0] == 200
     assert (await cluster.get("/nothing/here"))[0] == 404
 
 
 async def test_a_body_beyond_the_bound_is_refused_before_it_is_read(cluster: Cluster) -> None:
-    for path, error in ("/infill", {"type": "BadRequestError", "param": None, "code": 413}), ("/generate", None):
+    for path, error in (
+        ("/infill", {"type": "BadRequestError", "param": None, "code": 413}),
+        ("/generate", None),
+    ):
         async with exchange(cluster.port, post(path, {"inputs": "x" * (3 * 2**20)})) as reply:
             body = json.loads(await reply.body())
         assert reply.status == 413
         message = body["error"].pop("message") if error else body["error"]
-        assert "2097152 bytes (max_body_bytes)" in message and body == ({"error": error} if error else body | {"error_type": "validation"})
+        assert "2097152 bytes (max_body_bytes)" in message and body == (
+            {"error": error} if error else body | {"error_type": "validation"}
+        )
 
 
-async def test_events_come_one_by_one_and_a_client_that_leaves_cancels_its_request(cluster: Cluster) -> None:
+async def test_events_come_one_by_one_and_a_client_that_leaves_cancels_its_request(
+    cluster: Cluster,
+) -> None:
     async with exchange(cluster.port, post("/generate", LONG)) as reply:
         pieces = reply.pieces()
         arrived = [await anext(pieces) for _ in range(20)]
@@ -185,21 +206,31 @@ async def test_turns_of_a_conversation_go_to_one_replica(cluster: Cluster) -> No
     before = await cluster.metrics()
     prompt = list(range(1000, 1400))
     for turn in range(4):
-        async with exchange(cluster.port, post("/v1/completions", {"prompt": prompt + [7] * 70 * turn, "max_tokens": 1})) as reply:
+        async with exchange(
+            cluster.port,
+            post("/v1/completions", {"prompt": prompt + [7] * 70 * turn, "max_tokens": 1}),
+        ) as reply:
             usage = json.loads(await reply.body())["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] >= 400 + 70 * 2 - 64
     after, name = await cluster.metrics(), "onehead_prompt_tokens_total"
     assert sum(after[replica][name] > before[replica][name] for replica in after) == 1
 
 
-async def test_a_resumable_stream_is_read_again_and_cancelled_at_its_replica(cluster: Cluster) -> None:
+async def test_a_resumable_stream_is_read_again_and_cancelled_at_its_replica(
+    cluster: Cluster,
+) -> None:
     for _ in range(4):  # Of both replicas.
         async with exchange(cluster.port, post("/generate", LONG | {"resumable": True})) as reply:
             events = reply.events()
-            assert [(await anext(events)).id for _ in range(6)][-1] == f"{reply.headers['x-stream-id']}.6"
+            assert [(await anext(events)).id for _ in range(6)][
+                -1
+            ] == f"{reply.headers['x-stream-id']}.6"
             stream = reply.headers["x-stream-id"]
             reply.cut()
-        async with exchange(cluster.port, http_request("GET", f"/v1/streams/{stream}", headers={"last-event-id": f"{stream}.3"})) as reply:
+        async with exchange(
+            cluster.port,
+            http_request("GET", f"/v1/streams/{stream}", headers={"last-event-id": f"{stream}.3"}),
+        ) as reply:
             assert (await anext(reply.events())).id == f"{stream}.4"
             reply.cut()
         assert (await cluster.get(f"/v1/streams/{stream}", method="DELETE"))[0] == 204
@@ -214,20 +245,26 @@ async def test_a_replica_stays_while_its_engine_is_replaced(cluster: Cluster) ->
     (server,) = (child for child in children(actors[0]) if b"commands.cli" in command_line(child))
     for engine in engines(server):
         kill(engine)
-    answers = await asyncio.gather(*(ask(cluster.port, question) for question in asks(16, 8, seed=4)))
+    answers = await asyncio.gather(
+        *(ask(cluster.port, question) for question in asks(16, 8, seed=4))
+    )
     assert [answer.failure for answer in answers] == [None] * 16
     await asyncio.sleep(6)  # Longer than the period of Ray's health checks.
     assert sorted(cluster.actors()) == actors
 
 
-async def test_a_server_that_ends_takes_its_replica_along_and_its_streams_have_expired(cluster: Cluster) -> None:
+async def test_a_server_that_ends_takes_its_replica_along_and_its_streams_have_expired(
+    cluster: Cluster,
+) -> None:
     """Two streams, one on each replica, as the less busy one gets the second."""
     actors = cluster.actors()
     request = post("/generate", LONG | {"resumable": True})
     async with exchange(cluster.port, request) as first, exchange(cluster.port, request) as second:
         for reply in (first, second):
             await anext(reply.pieces())
-        assert [values["onehead_requests_running"] for values in (await cluster.metrics()).values()] == [1, 1]
+        assert [
+            values["onehead_requests_running"] for values in (await cluster.metrics()).values()
+        ] == [1, 1]
         kill(next(child for child in children(actors[0]) if b"commands.cli" in command_line(child)))
         await until(lambda: not alive(actors[0]), "the replica did not end with its server")
         states = []
@@ -239,7 +276,10 @@ async def test_a_server_that_ends_takes_its_replica_along_and_its_streams_have_e
         ends = [(await reply.body()).rpartition(b"data: ")[2] for reply in (first, second)]
     assert sorted(states) == [(204, ""), (410, "stream_expired")]
     gone = states.index((410, "stream_expired"))
-    assert json.loads(ends[gone]) == {"error": "the server of this stream has ended; send the request again", "error_type": "generation"}
+    assert json.loads(ends[gone]) == {
+        "error": "the server of this stream has ended; send the request again",
+        "error_type": "generation",
+    }
     assert "cancelled" in json.loads(ends[1 - gone])["error"]
     await cluster.until(lambda names: len(names) == 2)
     assert actors[0] not in cluster.actors()
@@ -249,15 +289,35 @@ async def test_the_configurations_are_what_serve_takes() -> None:
     """In a process of its own: Ray's schemas warn when they are imported."""
     manifests = yaml.safe_load_all((ROOT / "deploy" / "ray" / "rayservice.yaml").read_text())
     (service,) = (manifest for manifest in manifests if manifest["kind"] == "RayService")
-    for text in (ROOT / "deploy" / "ray" / "serve.yaml").read_text(), service["spec"]["serveConfigV2"]:
-        subprocess.run([sys.executable, "-c", VALIDATE], input=text, text=True, check=True, cwd=ROOT, timeout=60)
+    for text in (
+        (ROOT / "deploy" / "ray" / "serve.yaml").read_text(),
+        service["spec"]["serveConfigV2"],
+    ):
+        subprocess.run(
+            [sys.executable, "-c", VALIDATE],
+            input=text,
+            text=True,
+            check=True,
+            cwd=ROOT,
+            timeout=60,
+        )
 
 
 async def test_options_that_the_application_gives_itself_are_refused_by_name() -> None:
-    options = "--host=::1", "--port=1", "--server.drain-timeout=1", "--server.max_body_bytes=5000", "--server.tls_certificate=c.pem"
+    options = (
+        "--host=::1",
+        "--port=1",
+        "--server.drain-timeout=1",
+        "--server.max_body_bytes=5000",
+        "--server.tls_certificate=c.pem",
+    )
     subprocess.run([sys.executable, "-c", REFUSED, *options], check=True, cwd=ROOT, timeout=60)
 
 
-@pytest.mark.parametrize("script", [RESUME, LOADS], ids=["only success tells where a stream is", "loads outlive Ray's cache of them"])
+@pytest.mark.parametrize(
+    "script",
+    [RESUME, LOADS],
+    ids=["only success tells where a stream is", "loads outlive Ray's cache of them"],
+)
 async def test_without_a_cluster(script: str) -> None:
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, timeout=60)

@@ -8,7 +8,15 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.ray.affinity import BLOCK, GENERATING, MAX_BLOCKS, MAX_HOLDERS, PrefixTable, StreamOwners, prefix_keys
+from deploy.ray.affinity import (
+    BLOCK,
+    GENERATING,
+    MAX_BLOCKS,
+    MAX_HOLDERS,
+    PrefixTable,
+    StreamOwners,
+    prefix_keys,
+)
 from tests.support.fake_engine import serve
 
 WORDS = "one two three four five six seven eight nine ten " * 40
@@ -20,7 +28,10 @@ def keys(*, owner: str = "", **fields: Any) -> tuple[bytes, ...]:
 
 
 def messages(*contents: str) -> list[dict[str, str]]:
-    return [{"role": "user" if number % 2 == 0 else "assistant", "content": content} for number, content in enumerate(contents)]
+    return [
+        {"role": "user" if number % 2 == 0 else "assistant", "content": content}
+        for number, content in enumerate(contents)
+    ]
 
 
 def test_equal_keys_are_equal_prefixes() -> None:
@@ -28,7 +39,9 @@ def test_equal_keys_are_equal_prefixes() -> None:
     at = 3 * BLOCK + 5
     ours, theirs = keys(prompt=WORDS), keys(prompt=WORDS[:at] + "#" + WORDS[at + 1 :])
     assert len(ours) == len(WORDS) // BLOCK
-    assert [a == b for a, b in zip(ours, theirs, strict=True)] == [True] * 3 + [False] * (len(ours) - 3)
+    assert [a == b for a, b in zip(ours, theirs, strict=True)] == [True] * 3 + [False] * (
+        len(ours) - 3
+    )
 
 
 def test_a_conversation_shares_the_keys_of_its_earlier_turns() -> None:
@@ -102,7 +115,9 @@ def test_a_prefix_below_half_of_the_prompt_does_not_decide() -> None:
 
 
 def test_a_prefix_that_all_share_spreads_over_replicas() -> None:
-    """As each becomes much busier, the next learns it, and from then on the least busy of them gets it."""
+    """As each becomes much busier, the next learns it, and from then on the least busy of them gets
+    it.
+    """
     table = PrefixTable(slack=2)
     shared, loads = keys(prompt=WORDS), dict.fromkeys("abc", 0)
     for _ in range(30):
@@ -128,7 +143,11 @@ def test_a_replica_that_has_ended_is_forgotten() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 8), st.booleans()), max_size=200))
 def test_memory_is_bounded_and_counts_are_right(steps: list[tuple[int, int, bool]]) -> None:
-    table, rng, alive = PrefixTable(capacity=20), random.Random(1), {f"r{number}" for number in range(9)}
+    table, rng, alive = (
+        PrefixTable(capacity=20),
+        random.Random(1),
+        {f"r{number}" for number in range(9)},
+    )
     for text, replica, ends in steps:
         if ends:
             alive = alive - {f"r{replica}"} or alive
@@ -137,9 +156,14 @@ def test_memory_is_bounded_and_counts_are_right(steps: list[tuple[int, int, bool
         assert name in alive
         table.remember([bytes([text, part]) for part in range(3)] + [bytes([text])], name)
         assert len(table) <= 20
-        counted = {name: sum(name in holders for holders in table._holders.values()) for name in alive}
+        counted = {
+            name: sum(name in holders for holders in table._holders.values()) for name in alive
+        }
         assert counted == {name: table._held[name] for name in alive}
-        assert all(0 < len(holders) <= MAX_HOLDERS and set(holders) <= alive for holders in table._holders.values())
+        assert all(
+            0 < len(holders) <= MAX_HOLDERS and set(holders) <= alive
+            for holders in table._holders.values()
+        )
 
 
 def test_the_latest_streams_are_known() -> None:
@@ -152,5 +176,9 @@ def test_the_latest_streams_are_known() -> None:
     assert [owners.find(f"stream{number}") for number in (1, 2)] == [None, "replica2"]
 
 
-async def test_the_paths_whose_prompts_are_remembered_are_those_of_the_server_that_generate(tokenizer_folder: Path) -> None:
-    assert {route.path for route in serve(tokenizer_folder).app.table.routes if route.generates} == GENERATING
+async def test_the_paths_whose_prompts_are_remembered_are_those_of_the_server_that_generate(
+    tokenizer_folder: Path,
+) -> None:
+    assert {
+        route.path for route in serve(tokenizer_folder).app.table.routes if route.generates
+    } == GENERATING

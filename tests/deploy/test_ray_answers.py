@@ -18,7 +18,17 @@ EVENTS = b'id: s.1\ndata: {"a": 1}\n\ndata: {"b": 2}\n\n: keep-alive\n\ndata: [D
 
 
 @pytest.mark.parametrize(
-    "path", ["/x?y=/z", "@host.example/x", "5/x", ":80@host.example", "//host.example/x", "http://host.example/x", "*", ""]
+    "path",
+    [
+        "/x?y=/z",
+        "@host.example/x",
+        "5/x",
+        ":80@host.example",
+        "//host.example/x",
+        "http://host.example/x",
+        "*",
+        "",
+    ],
 )
 def test_no_path_leads_to_another_host(path: str) -> None:
     parts = urlsplit(answers.server_url("http://127.0.0.1:4567", path))
@@ -47,8 +57,14 @@ async def test_a_part_of_an_event_is_held_back_and_passed_on_at_the_end() -> Non
 
 
 def test_metrics_of_replicas_become_one_exposition() -> None:
-    first = '# HELP a Help of a.\n# TYPE a counter\na{x="{1}"} 1.0\n# HELP b Help of b.\n# TYPE b gauge\nb 2.0\n'
-    second = '# HELP a Help of a.\n# TYPE a counter\na{x="2"} 3.0\n# HELP c Help of c.\n# TYPE c gauge\nc NaN\n'
+    first = (
+        '# HELP a Help of a.\n# TYPE a counter\na{x="{1}"} 1.0\n# HELP b Help of b.\n# TYPE b '
+        "gauge\nb 2.0\n"
+    )
+    second = (
+        '# HELP a Help of a.\n# TYPE a counter\na{x="2"} 3.0\n# HELP c Help of c.\n# TYPE c '
+        "gauge\nc NaN\n"
+    )
     assert answers.labelled({"r1": first, "r2": second}).splitlines() == [
         "# HELP a Help of a.",
         "# TYPE a counter",
@@ -64,18 +80,33 @@ def test_metrics_of_replicas_become_one_exposition() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "dialect"), [("/v1/completions", Dialect.OPENAI), ("/infill?x=1", Dialect.OPENAI), ("/generate", Dialect.TGI)]
+    ("path", "dialect"),
+    [
+        ("/v1/completions", Dialect.OPENAI),
+        ("/infill?x=1", Dialect.OPENAI),
+        ("/generate", Dialect.TGI),
+    ],
 )
 def test_errors_have_the_forms_of_the_servers_own(path: str, dialect: Dialect) -> None:
     def shape(body: dict[str, object]) -> object:
         """Everything but the message and the code."""
         inner = body["error"]
-        return {**inner, "message": "", "code": ""} if isinstance(inner, dict) else {**body, "error": ""}
+        return (
+            {**inner, "message": "", "code": ""}
+            if isinstance(inner, dict)
+            else {**body, "error": ""}
+        )
 
-    assert shape(json.loads(answers.unavailable(path))) == shape(error_body(Unavailable(""), dialect))
-    assert shape(json.loads(answers.too_large(path, 5))) == shape(error_body(BodyTooLarge(""), dialect))
+    assert shape(json.loads(answers.unavailable(path))) == shape(
+        error_body(Unavailable(""), dialect)
+    )
+    assert shape(json.loads(answers.too_large(path, 5))) == shape(
+        error_body(BodyTooLarge(""), dialect)
+    )
     first, *done = answers.lost(path).decode().removesuffix("\n\n").split("\n\n")
-    assert shape(json.loads(parse_event(first).data or "")) == shape(error_body(GenerationFailed(""), dialect))
+    assert shape(json.loads(parse_event(first).data or "")) == shape(
+        error_body(GenerationFailed(""), dialect)
+    )
     assert done == (["data: [DONE]"] if dialect is Dialect.OPENAI else [])
 
 
@@ -84,10 +115,15 @@ async def test_the_paths_of_openais_dialect_are_the_servers(tokenizer_folder: Pa
     table = serve(tokenizer_folder).app.table
     paths = [*(route.path for route in table.routes), "/v1/nothing", "/nothing"]
     assert len(paths) > 20
-    assert [path for path in paths if answers.openai(path)] == [path for path in paths if table.dialect(path) is Dialect.OPENAI]
+    assert [path for path in paths if answers.openai(path)] == [
+        path for path in paths if table.dialect(path) is Dialect.OPENAI
+    ]
 
 
 def test_a_stream_of_a_replica_that_has_ended_has_expired() -> None:
     ours = json.loads(answers.expired())["error"]
     assert ours["code"] == "stream_expired"
-    assert ours | {"message": ""} == error_body(StreamExpired("", code="stream_expired"), Dialect.OPENAI)["error"]
+    assert (
+        ours | {"message": ""}
+        == error_body(StreamExpired("", code="stream_expired"), Dialect.OPENAI)["error"]
+    )

@@ -12,15 +12,24 @@ from tests.support.paths import ROOT
 from tests.support.processes import ServerProcess
 
 README = ROOT / "README.md"
-PAGES = [README, DOCS / "index.md", *sorted((DOCS / "start").glob("*.md")), *sorted((DOCS / "guides").glob("*.md"))]
+PAGES = [
+    README,
+    DOCS / "index.md",
+    *sorted((DOCS / "start").glob("*.md")),
+    *sorted((DOCS / "guides").glob("*.md")),
+]
 BLOCKS = {page: blocks(page.read_text()) for page in PAGES}
 RUN = [page for page, found in BLOCKS.items() if any(block.reason is None for block in found)]
 
 
 @pytest.fixture(scope="module")
 def reader(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
-    """A reader beside a server of the embedded model with a chat template, under the name that the pages give it."""
-    server = ServerProcess(embedded_folder, "--server.model_name", "pretrained", "--cache.pages", "512")
+    """A reader beside a server of the embedded model with a chat template, under the name that the
+    pages give it.
+    """
+    server = ServerProcess(
+        embedded_folder, "--server.model_name", "pretrained", "--cache.pages", "512"
+    )
     reader = Reader(tmp_path_factory.mktemp("reader"), server.port)
     yield reader
     assert set(reader.close()) <= {0}
@@ -29,7 +38,10 @@ def reader(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 def test_there_are_commands() -> None:
     assert sum(block.reason is None for found in BLOCKS.values() for block in found) >= 25
-    assert {block.language for block in BLOCKS[README] if block.reason is None} == {"bash", "python"}
+    assert {block.language for block in BLOCKS[README] if block.reason is None} == {
+        "bash",
+        "python",
+    }
 
 
 def test_the_readme_is_short() -> None:
@@ -38,7 +50,10 @@ def test_the_readme_is_short() -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=pytest.mark.nightly if "guides" in page.parts else ()) for page in RUN],
+    [
+        pytest.param(page, marks=pytest.mark.nightly if "guides" in page.parts else ())
+        for page in RUN
+    ],
     ids=lambda page: page.relative_to(ROOT).as_posix(),
 )
 def test_the_commands_of_a_page_run(page: Path, reader: Reader) -> None:
@@ -50,7 +65,9 @@ def test_the_commands_of_a_page_run(page: Path, reader: Reader) -> None:
 
 def test_the_first_request_looks_well(reader: Reader) -> None:
     first = next(block for block in BLOCKS[README] if block.text.startswith("curl"))
-    events = [json.loads(line.removeprefix("data:")) for line in reader.run(first).splitlines() if line]
+    events = [
+        json.loads(line.removeprefix("data:")) for line in reader.run(first).splitlines() if line
+    ]
     lines = [line.strip() for line in events[-1]["generated_text"].splitlines() if line.strip()]
     assert len(lines) >= 4 and len(set(lines)) >= 0.7 * len(lines), lines
 
@@ -60,7 +77,9 @@ def test_a_reason_belongs_to_the_next_block_alone() -> None:
     assert blocks(page) == [Block("bash", "a\n", "a GPU"), Block("sh", "b\n", None)]
 
 
-@pytest.mark.parametrize("command", ["false", "curl localhost:8000/nowhere", "onehead plan nowhere", "onehead nothing"])
+@pytest.mark.parametrize(
+    "command", ["false", "curl localhost:8000/nowhere", "onehead plan nowhere", "onehead nothing"]
+)
 def test_a_command_that_fails_is_seen(command: str, reader: Reader) -> None:
     with pytest.raises(AssertionError):
         reader.run(Block("bash", command, None))

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from scripts import generate_reference
-from scripts.generate_reference import DOCS, answers, bounds_of, errors_page, pages, read, table, type_of
+from scripts.generate_reference import (
+    DOCS,
+    answers,
+    bounds_of,
+    errors_page,
+    pages,
+    read,
+    table,
+    type_of,
+)
 from tests.support.processes import ServerProcess
 
 
@@ -22,7 +31,9 @@ def generated(embedded_folder: Path) -> Iterator[dict[Path, str]]:
 
 def test_the_pages_are_what_the_code_says(generated: dict[Path, str]) -> None:
     stale = [path.name for path, text in generated.items() if path.read_text() != text]
-    assert not stale, f"{stale} differ from the code: run `scripts/docs reference` and commit what it writes"
+    assert not stale, (
+        f"{stale} differ from the code: run `scripts/docs reference` and commit what it writes"
+    )
 
 
 def test_every_page_of_the_reference_is_generated(generated: dict[Path, str]) -> None:
@@ -39,8 +50,16 @@ def test_a_code_word_that_is_not_explained_is_an_error(monkeypatch: pytest.Monke
     ("schema", "kind", "bounds"),
     [
         ('{"type": "integer", "minimum": 1, "maximum": 4}', "integer", ">= 1, <= 4"),
-        ('{"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "null"}]}', "number", "> 0"),
-        ('{"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]}', "string or list of integer", ""),
+        (
+            '{"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "null"}]}',
+            "number",
+            "> 0",
+        ),
+        (
+            '{"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]}',
+            "string or list of integer",
+            "",
+        ),
         ('{"type": ["number", "null"]}', "number", ""),
         ('{"enum": ["a", "b"]}', "`a`, `b`", ""),
         ('{"$ref": "#/components/schemas/Token"}', "[Token]", ""),
@@ -52,4 +71,7 @@ def test_types_in_words(schema: str, kind: str, bounds: str) -> None:
 
 
 def test_a_cell_does_not_end_the_table() -> None:
-    assert table("a | b", [["x|y", "two\nlines"]]) == "| a | b |\n| --- | --- |\n| x\\|y | two lines |\n"
+    assert (
+        table("a | b", [["x|y", "two\nlines"]])
+        == "| a | b |\n| --- | --- |\n| x\\|y | two lines |\n"
+    )

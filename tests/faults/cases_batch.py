@@ -1,4 +1,5 @@
-"""F30: `onehead batch` while its engine dies, is away for long, or comes back with another model: right answers, or an end with the reason.
+"""F30: `onehead batch` while its engine dies, is away for long, or comes back with another model:
+right answers, or an end with the reason.
 
 The requests are 400, and every answer that is ever kept is that of a run to which nothing happens.
 """
@@ -35,20 +36,39 @@ class Batch:
         self.folder = folder
         self.source, self.target = folder / "in.jsonl", folder / "out.jsonl"
         self.partial = folder / "out.jsonl.partial"
-        self.source.write_text("".join(json.dumps(request(number)) + "\n" for number in range(REQUESTS)))
+        self.source.write_text(
+            "".join(json.dumps(request(number)) + "\n" for number in range(REQUESTS))
+        )
         self.runs = 0
         self.run(folder / "right.jsonl").wait(DEADLINE)
         self.right = texts((folder / "right.jsonl").read_text())
         assert len(self.right) == REQUESTS
 
-    def run(self, target: Path | None = None, *options: str, rules: tuple[Rule, ...] = ()) -> subprocess.Popen[str]:
+    def run(
+        self, target: Path | None = None, *options: str, rules: tuple[Rule, ...] = ()
+    ) -> subprocess.Popen[str]:
         """Starts the command; its engines obey the rules."""
         self.runs += 1
         files = self.folder / f"run-{self.runs}"
         files.mkdir()
         self.log = files / "stderr"
-        command = [sys.executable, "-m", "tests.faults.faulty_server", as_json(rules), str(files), "batch", str(self.source)]
-        command += [str(target or self.target), "--model", str(self.model), "--engine.max_running", "16", *options]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.faults.faulty_server",
+            as_json(rules),
+            str(files),
+            "batch",
+            str(self.source),
+        ]
+        command += [
+            str(target or self.target),
+            "--model",
+            str(self.model),
+            "--engine.max_running",
+            "16",
+            *options,
+        ]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, text=True)
         return self.process
@@ -57,22 +77,33 @@ class Batch:
         """The engine that runs, or is loaded, now."""
 
         def engines() -> list[int]:
-            return [pid for pid in children(self.process.pid) if alive(pid) and b"faulty_worker" in command_line(pid)]
+            return [
+                pid
+                for pid in children(self.process.pid)
+                if alive(pid) and b"faulty_worker" in command_line(pid)
+            ]
 
         return int(wait_until(engines, "an engine")[0])
 
     def answered(self, count: int) -> None:
         """Waits until so many answers are kept."""
-        wait_until(lambda: self.partial.exists() and self.partial.read_bytes().count(b"\n") >= count, f"{count} answers")
+        wait_until(
+            lambda: self.partial.exists() and self.partial.read_bytes().count(b"\n") >= count,
+            f"{count} answers",
+        )
 
     def ended(self, status: int, words: str = "") -> None:
-        """The run ends with a status and, where it is no success, with the reason as its last line; what is kept is right."""
+        """The run ends with a status and, where it is no success, with the reason as its last line;
+        what is kept is right.
+        """
         assert self.process.wait(DEADLINE) == status, self.log.read_text()[-2000:]
         said = self.log.read_text()
         assert "Traceback" not in said and words in said.strip().splitlines()[-1], said[-2000:]
         kept = self.target if status == 0 else self.partial
         found = texts(kept.read_text())
-        assert found.items() <= self.right.items() and (status != 0 or len(found) == REQUESTS), f"{len(found)} answers are kept"
+        assert found.items() <= self.right.items() and (status != 0 or len(found) == REQUESTS), (
+            f"{len(found)} answers are kept"
+        )
         assert self.target.exists() == (status == 0)
 
     def close(self) -> None:
@@ -88,7 +119,12 @@ class Batch:
 
 def request(number: int) -> dict[str, Any]:
     sampled = {"temperature": 1.0, "seed": number} if number % 2 else {"temperature": 0}
-    body = {"prompt": f"def f{number}(", "max_tokens": 10 + number % 40, "ignore_eos": True, **sampled}
+    body = {
+        "prompt": f"def f{number}(",
+        "max_tokens": 10 + number % 40,
+        "ignore_eos": True,
+        **sampled,
+    }
     return {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
 
 
@@ -97,7 +133,9 @@ def texts(lines: str) -> dict[str, str]:
     answers = [json.loads(line) for line in lines.splitlines()]
     answers = [answer.get("answer", answer) for answer in answers]
     assert all(answer["response"]["status_code"] == 200 for answer in answers)
-    return {answer["custom_id"]: answer["response"]["body"]["choices"][0]["text"] for answer in answers}
+    return {
+        answer["custom_id"]: answer["response"]["body"]["choices"][0]["text"] for answer in answers
+    }
 
 
 @pytest.fixture
@@ -116,14 +154,26 @@ def test_its_engines_are_killed(batch: Batch) -> None:
 
 
 def test_a_slow_successor_is_waited_for(batch: Batch) -> None:
-    batch.run(None, "--recovery_timeout", "20", rules=(PACE, Rule("slow_load", seconds=6.0, from_engine=2, times=1)))
+    batch.run(
+        None,
+        "--recovery_timeout",
+        "20",
+        rules=(PACE, Rule("slow_load", seconds=6.0, from_engine=2, times=1)),
+    )
     batch.answered(100)
     kill(batch.engine())
     batch.ended(0)
 
 
-def test_a_successor_that_is_away_for_too_long_ends_it_and_the_same_command_goes_on(batch: Batch) -> None:
-    batch.run(None, "--recovery_timeout", "1", rules=(PACE, Rule("slow_load", seconds=30.0, from_engine=2, times=1)))
+def test_a_successor_that_is_away_for_too_long_ends_it_and_the_same_command_goes_on(
+    batch: Batch,
+) -> None:
+    batch.run(
+        None,
+        "--recovery_timeout",
+        "1",
+        rules=(PACE, Rule("slow_load", seconds=30.0, from_engine=2, times=1)),
+    )
     batch.answered(100)
     kill(batch.engine())
     batch.ended(GAVE_UP, "the engine is not back yet; the answers so far are kept")
@@ -133,10 +183,15 @@ def test_a_successor_that_is_away_for_too_long_ends_it_and_the_same_command_goes
 
 @pytest.mark.parametrize(
     ("damage", "words"),
-    [(other_weights, "are not those that the server began with"), (no_weights, "model.safetensors: no such file")],
+    [
+        (other_weights, "are not those that the server began with"),
+        (no_weights, "model.safetensors: no such file"),
+    ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_successor_of_another_model_answers_nothing(batch: Batch, damage: Damage, words: str) -> None:
+def test_a_successor_of_another_model_answers_nothing(
+    batch: Batch, damage: Damage, words: str
+) -> None:
     whole = Path(shutil.copytree(batch.model, batch.folder / "whole"))
     batch.run(None, "--recovery_timeout", "10", rules=(PACE,))
     batch.answered(100)

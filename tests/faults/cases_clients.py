@@ -1,4 +1,6 @@
-"""F15-F17, F24 and F28: clients that leave, vanish, dawdle, repeat themselves, or send what takes for ever to tokenize."""
+"""F15-F17, F24 and F28: clients that leave, vanish, dawdle, repeat themselves, or send what takes
+for ever to tokenize.
+"""
 
 import ctypes
 import fcntl
@@ -47,7 +49,11 @@ class Client:
 def outcome(scene: Scene, name: str) -> float:
     """How many requests have ended so."""
     line = f'onehead_requests_total{{outcome="{name}"}}'
-    return sum(float(text.rsplit(" ", 1)[1]) for text in scene.server.get("/metrics")[1].splitlines() if text.startswith(line))
+    return sum(
+        float(text.rsplit(" ", 1)[1])
+        for text in scene.server.get("/metrics")[1].splitlines()
+        if text.startswith(line)
+    )
 
 
 def freed(scene: Scene, what: str) -> None:
@@ -69,39 +75,69 @@ def while_it_waits(scene: Scene, request: bytes, reset: bool, what: str) -> None
     client = Client(scene, request)
     wait_until(lambda: scene.server.metric("onehead_requests_waiting") == 1, what)
     client.leave(scene, reset)
-    wait_until(lambda: scene.server.metric("onehead_requests_waiting") == 0, f"the queue is empty after {what}", FREED_SECONDS)
+    wait_until(
+        lambda: scene.server.metric("onehead_requests_waiting") == 0,
+        f"the queue is empty after {what}",
+        FREED_SECONDS,
+    )
     assert not blocker.data or blocker.join().finished
 
 
 def while_it_is_computed(scene: Scene, request: bytes, reset: bool, what: str) -> None:
-    tokens, cancelled = scene.server.metric("onehead_generation_tokens_total"), outcome(scene, "cancelled")
+    tokens, cancelled = (
+        scene.server.metric("onehead_generation_tokens_total"),
+        outcome(scene, "cancelled"),
+    )
     client = Client(scene, request)
     wait_until(lambda: scene.server.metric("onehead_kv_pages_used") > 0, what)
     client.leave(scene, reset)
     freed(scene, what)
-    assert scene.server.metric("onehead_generation_tokens_total") - tokens < LONG and outcome(scene, "cancelled") == cancelled + 1
+    assert (
+        scene.server.metric("onehead_generation_tokens_total") - tokens < LONG
+        and outcome(scene, "cancelled") == cancelled + 1
+    )
 
 
 def disconnects(scene: Scene, reset: bool) -> None:
-    """At every place of a request's life, streamed and whole; nothing of it counts as a failure of ours."""
+    """At every place of a request's life, streamed and whole; nothing of it counts as a failure of
+    ours.
+    """
     rules = (Rule("pace", seconds=0.01), Rule("sampling_fails", marker=MARKED, after=4))
     scene.traces = True
-    scene.start("--engine.max_running", "1", "--engine.step_tokens", "16", "--server.log_format", "json", rules=rules)
+    scene.start(
+        "--engine.max_running",
+        "1",
+        "--engine.step_tokens",
+        "16",
+        "--server.log_format",
+        "json",
+        rules=rules,
+    )
     for stream in (True, False):
         request, long = (Ask(prompt, LONG, stream=stream).bytes for prompt in ("leaves", "x" * 80))
         before_it_is_whole(scene, request[:30], reset, "half a head")
         before_it_is_whole(scene, request[:-20], reset, "half a body")
         while_it_waits(scene, request, reset, "it waits")
         while_it_is_computed(scene, long, reset, "its prompt is computed")
-    for leave_after, prompt, what in ((0, "leaves", "the head"), (5, "leaves", "five tokens"), (20, "leaves", "the last token")):
+    for leave_after, prompt, what in (
+        (0, "leaves", "the head"),
+        (5, "leaves", "five tokens"),
+        (20, "leaves", "the last token"),
+    ):
         scene.ask(Ask(prompt, 20), leave_after=leave_after, reset=reset).join()
         freed(scene, what)
     assert outcome(scene, "failed") == 0
     scene.ask(Ask(MARKED, 20), leave_after=5, reset=reset).join()  # The fifth is the error.
     freed(scene, "its error")
     scene.canary()
-    statuses = [json.loads(line).get("status") for line in scene.server.log.splitlines() if line.startswith("{")]
-    assert any(statuses) and not [status for status in statuses if status is not None and status >= 500], statuses
+    statuses = [
+        json.loads(line).get("status")
+        for line in scene.server.log.splitlines()
+        if line.startswith("{")
+    ]
+    assert any(statuses) and not [
+        status for status in statuses if status is not None and status >= 500
+    ], statuses
 
 
 def half_close(scene: Scene) -> None:
@@ -124,7 +160,9 @@ def loopback(up: bool) -> None:
 
 
 def vanishes(scene: Scene) -> None:
-    """A peer that is there no more and says nothing of it: its packets are lost, in a network of their own."""
+    """A peer that is there no more and says nothing of it: its packets are lost, in a network of
+    their own.
+    """
     failed: list[BaseException] = []
 
     def alone() -> None:
@@ -144,7 +182,9 @@ def vanishes(scene: Scene) -> None:
 
 
 def _vanish(scene: Scene) -> None:
-    scene.start("--server.keep_alive", "0.3", rules=(Rule("pace", seconds=0.02),), constants=SHORT_WRITES)
+    scene.start(
+        "--server.keep_alive", "0.3", rules=(Rule("pace", seconds=0.02),), constants=SHORT_WRITES
+    )
     client = Client(scene, Ask("vanishes", LONG).bytes)
     wait_until(lambda: scene.server.metric("onehead_generation_tokens_total") > 3, "it runs")
     scene.history.act("lose packets")
@@ -188,7 +228,9 @@ def timed(scene: Scene, prompt: str) -> float:
 
 
 def slow_reader(scene: Scene) -> None:
-    """It takes a little all the time, far less than there is: it gets everything, and the engine has long been done."""
+    """It takes a little all the time, far less than there is: it gets everything, and the engine
+    has long been done.
+    """
     scene.start("--engine.max_running", "32", constants=SHORT_WRITES)
     bytes_before = resident_bytes(scene)
     client = Client(scene, much("slow").bytes, window=4096)
@@ -207,7 +249,9 @@ def slow_reader(scene: Scene) -> None:
 
 
 def resets_by_a_proxy(scene: Scene) -> None:
-    """In the middle of a body, in the middle of an answer; then the proxy tries again, as proxies do."""
+    """In the middle of a body, in the middle of an answer; then the proxy tries again, as proxies
+    do.
+    """
     scene.start(rules=(Rule("pace", seconds=0.005),))
     request = Ask("proxied", 60)
     before_it_is_whole(scene, request.bytes[:-30], True, "a reset in the body")
@@ -217,10 +261,15 @@ def resets_by_a_proxy(scene: Scene) -> None:
 
 
 def resumed(scene: Scene) -> None:
-    """Connections of resumable streams are reset every few events, and the engine is killed under them: nothing is lost or told twice."""
+    """Connections of resumable streams are reset every few events, and the engine is killed under
+    them: nothing is lost or told twice.
+    """
     scene.start("--server.detach_grace", "10", rules=(Rule("pace", seconds=0.005),))
     resumable = scene.asks(8, 60, stream=True, extra={"resumable": True})
-    exchanges = [scene.ask(ask, leave_after=scene.rng.randint(3, 12), reset=True, resumes=True) for ask in resumable]
+    exchanges = [
+        scene.ask(ask, leave_after=scene.rng.randint(3, 12), reset=True, resumes=True)
+        for ask in resumable
+    ]
     exchanges[0].reach(10)
     scene.kill_engine()
     scene.all_finished()
@@ -242,16 +291,21 @@ def same_key_twice(scene: Scene) -> None:
 
 
 def tokenizer_stuck(scene: Scene) -> None:
-    """More of them than there can be workers; everybody else is served meanwhile, short prompts and long ones. Those that have not had
-    their turn after some seconds are refused as overload.
+    """More of them than there can be workers; everybody else is served meanwhile, short prompts and
+    long ones. Those that have not had their turn after some seconds are refused as overload.
     """
     rules = (Rule("tokenizer_hangs", marker=STUCK, seconds=10**6),)
     scene.start(rules=rules, constants={"server.text.jobs.Job.max_seconds": 1.0})
     with scene.watched() as watch:
-        stuck = [Ask(f"{STUCK} {i} " + "x" * 5000, 5, dialect=("tgi", "openai")[i % 2], stream=i % 4 < 2) for i in range(12)]
+        stuck = [
+            Ask(f"{STUCK} {i} " + "x" * 5000, 5, dialect=("tgi", "openai")[i % 2], stream=i % 4 < 2)
+            for i in range(12)
+        ]
         waiting = scene.ask_all(stuck)
         sound = scene.ask_all(scene.asks(8, 20))
-        long = scene.ask_all([Ask("y" * 5000, 20, {"truncate": 50}, dialect="tgi") for _ in range(4)])
+        long = scene.ask_all(
+            [Ask("y" * 5000, 20, {"truncate": 50}, dialect="tgi") for _ in range(4)]
+        )
         assert all(exchange.join().finished for exchange in sound)
         for exchange in waiting:
             _timed_out(exchange.join())

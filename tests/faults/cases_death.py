@@ -1,4 +1,6 @@
-"""F01-F06 and F08: the engine dies, stops or hangs, and the requests that were in it go on after the tokens they have."""
+"""F01-F06 and F08: the engine dies, stops or hangs, and the requests that were in it go on after
+the tokens they have.
+"""
 
 import signal
 import time
@@ -26,11 +28,18 @@ def kill_mid_stream(scene: Scene, kills: int) -> None:
         for kill in range(kills):
             scene.rng.choice(streamed).reach(scene.rng.randint(1, 60 // kills) + kill * 60 // kills)
             began = scene.kill_engine() and time.monotonic()
-            wait_until(lambda since=began: watch.ready and watch.ready[-1] > (since, True), "ready again")
+            wait_until(
+                lambda since=began: watch.ready and watch.ready[-1] > (since, True), "ready again"
+            )
         scene.all_finished()
         assert sum(not ready for _, ready in watch.ready) == kills
-    assert scene.server.restarts == kills and scene.server.metric("onehead_engine_recovery_seconds_count") == kills
-    assert sum(exchange.comments for exchange in streamed) >= len(streamed), "a stream was silent while the engine was replaced"
+    assert (
+        scene.server.restarts == kills
+        and scene.server.metric("onehead_engine_recovery_seconds_count") == kills
+    )
+    assert sum(exchange.comments for exchange in streamed) >= len(streamed), (
+        "a stream was silent while the engine was replaced"
+    )
 
 
 def kill_idle(scene: Scene) -> None:
@@ -70,11 +79,22 @@ def die_at_first_load(scene: Scene) -> None:
 
 
 def kill_in_prefill(scene: Scene) -> None:
-    scene.start("--engine.step_tokens", "8", "--engine.max_running", "8", rules=(Rule("pace", seconds=0.01),))
-    long = [Ask(ask.prompt + "x" * 300, 20, ask.parameters, ask.dialect, canary=ask.canary) for ask in scene.asks(3)]
+    scene.start(
+        "--engine.step_tokens",
+        "8",
+        "--engine.max_running",
+        "8",
+        rules=(Rule("pace", seconds=0.01),),
+    )
+    long = [
+        Ask(ask.prompt + "x" * 300, 20, ask.parameters, ask.dialect, canary=ask.canary)
+        for ask in scene.asks(3)
+    ]
     exchanges = scene.ask_all(long)
     with scene.watched():
-        wait_until(lambda: scene.server.metric("onehead_kv_pages_used") >= 2, "a prompt is half computed")
+        wait_until(
+            lambda: scene.server.metric("onehead_kv_pages_used") >= 2, "a prompt is half computed"
+        )
         assert not any(exchange.ids for exchange in exchanges)
         scene.kill_engine()
         scene.all_finished()
@@ -87,7 +107,9 @@ def recovery_takes_too_long(scene: Scene) -> None:
     started = scene.ask_all(scene.asks(4, 200, stream=True))
     for exchange in started:
         exchange.reach(3)
-    queued = scene.ask_all(scene.asks(4, 200, extra={}))  # What is resumable has its status at once.
+    queued = scene.ask_all(
+        scene.asks(4, 200, extra={})
+    )  # What is resumable has its status at once.
     wait_until(lambda: scene.server.metric("onehead_requests_waiting") == 4, "the others wait")
     with scene.watched():
         scene.kill_engine()
@@ -105,8 +127,12 @@ def recovery_takes_too_long(scene: Scene) -> None:
 
 def unavailable(exchanges: list[Exchange], status: int) -> None:
     for exchange in exchanges:
-        assert exchange.error is not None and exchange.status == status, f"request {exchange.number}: {exchange.status} {exchange.error}"
-        assert exchange.ask.dialect == "tgi" or exchange.code == "engine_unavailable", exchange.error
+        assert exchange.error is not None and exchange.status == status, (
+            f"request {exchange.number}: {exchange.status} {exchange.error}"
+        )
+        assert exchange.ask.dialect == "tgi" or exchange.code == "engine_unavailable", (
+            exchange.error
+        )
 
 
 def every_load_fails(scene: Scene) -> None:
@@ -170,7 +196,10 @@ def poison(scene: Scene, count: int, after: int) -> None:
     """The requests that run beside it finish; it is tried alone twice, and no third time."""
     scene.start(rules=(Rule("die", marker=POISON, after=after),))
     sound = scene.ask_all(scene.asks(8, 60))
-    poisonous = [Ask(f"{POISON}{number}", 60, dialect="openai", stream=number % 2 == 0) for number in range(count)]
+    poisonous = [
+        Ask(f"{POISON}{number}", 60, dialect="openai", stream=number % 2 == 0)
+        for number in range(count)
+    ]
     engine = scene.server.engine_pid
     scene.strike(engine, signal.SIGSTOP, "stop engine")
     poisoned = scene.ask_all(poisonous)
@@ -180,9 +209,14 @@ def poison(scene: Scene, count: int, after: int) -> None:
         scene.outcomes()
         assert all(exchange.finished for exchange in sound)
         for exchange in poisoned:
-            assert exchange.code == "request_quarantined" and len(exchange.ids) == (after if exchange.ask.stream else 0)
+            assert exchange.code == "request_quarantined" and len(exchange.ids) == (
+                after if exchange.ask.stream else 0
+            )
         scene.canary()
-    assert scene.server.restarts <= 2 + 2 * count and scene.server.metric("onehead_requests_quarantined_total") == count
+    assert (
+        scene.server.restarts <= 2 + 2 * count
+        and scene.server.metric("onehead_requests_quarantined_total") == count
+    )
 
 
 def broken_device(scene: Scene) -> None:

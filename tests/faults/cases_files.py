@@ -1,4 +1,5 @@
-"""F29: the files of the model are replaced, broken or deleted while it is served, or the working directory is, and then the engine dies.
+"""F29: the files of the model are replaced, broken or deleted while it is served, or the working
+directory is, and then the engine dies.
 
 Streams go on in the same model, or end with an error that says why; never in another one.
 """
@@ -26,7 +27,9 @@ Damage = Callable[[Path], None]
 
 def other_weights(folder: Path) -> None:
     """Another model of the same shapes, put in the place of the first as a deployment does it."""
-    tensors = {name: tensor.flip(0).contiguous() for name, tensor in load_file(folder / WEIGHTS).items()}
+    tensors = {
+        name: tensor.flip(0).contiguous() for name, tensor in load_file(folder / WEIGHTS).items()
+    }
     save_file(tensors, folder / "new")
     os.replace(folder / "new", folder / WEIGHTS)
 
@@ -71,7 +74,9 @@ DAMAGES: tuple[tuple[Damage, str], ...] = (
 def under_streams(scene: Scene, recovery: float) -> tuple[Path, list[Exchange]]:
     """The folder that is served, and streams of which each has begun."""
     scene.folder = Path(shutil.copytree(scene.folder, scene.files / "served"))
-    scene.start("--engine.max_running", str(STREAMS), rules=(PACE,), constants=recovery_within(recovery))
+    scene.start(
+        "--engine.max_running", str(STREAMS), rules=(PACE,), constants=recovery_within(recovery)
+    )
     exchanges = scene.ask_all(scene.asks(STREAMS, 100, stream=True))
     for exchange in exchanges:
         exchange.reach(3)
@@ -79,7 +84,9 @@ def under_streams(scene: Scene, recovery: float) -> tuple[Path, list[Exchange]]:
 
 
 def ends(scene: Scene, damage: Damage, reason: str) -> None:
-    """Every stream ends with an error that says why, /ready says it, and so does the last line of the server."""
+    """Every stream ends with an error that says why, /ready says it, and so does the last line of
+    the server.
+    """
     folder, exchanges = under_streams(scene, 4.0)
     damage(folder)
     scene.kill_engine()
@@ -87,13 +94,17 @@ def ends(scene: Scene, damage: Damage, reason: str) -> None:
     for exchange in exchanges:
         exchange.join()
         told = json.dumps(exchange.error)
-        assert exchange.error is not None and reason in told and str(folder) not in told, f"request {exchange.number}: {told}"
+        assert exchange.error is not None and reason in told and str(folder) not in told, (
+            f"request {exchange.number}: {told}"
+        )
     scene.ended(scene.server.process.wait(30), CONFIGURATION)
     assert reason in scene.server.log.splitlines()[-1]
 
 
 def is_put_back(scene: Scene, damage: Damage, reason: str) -> None:
-    """With the same files in place again in time, every stream is finished as if nothing had happened."""
+    """With the same files in place again in time, every stream is finished as if nothing had
+    happened.
+    """
     folder, _ = under_streams(scene, 30.0)
     whole = Path(shutil.copytree(folder, scene.files / "whole"))
     damage(folder)
@@ -118,8 +129,13 @@ def no_working_directory(scene: Scene) -> None:
 
 
 def a_link_moves_on(scene: Scene) -> None:
-    """The folder is named by a link that is pointed to the next model: the one that is served stays."""
-    link, following = scene.files / "current", Path(shutil.copytree(scene.folder, scene.files / "next"))
+    """The folder is named by a link that is pointed to the next model: the one that is served
+    stays.
+    """
+    link, following = (
+        scene.files / "current",
+        Path(shutil.copytree(scene.folder, scene.files / "next")),
+    )
     other_weights(following)
     link.symlink_to(scene.folder)
     scene.folder = link
@@ -133,8 +149,14 @@ def a_link_moves_on(scene: Scene) -> None:
 
 
 CASES = [
-    *(Case("F29", f"{damage.__name__}, and the engine dies", ends, (damage, reason)) for damage, reason in DAMAGES),
-    *(Case("F29", f"{damage.__name__}, and all is put back", is_put_back, (damage, reason)) for damage, reason in DAMAGES),
+    *(
+        Case("F29", f"{damage.__name__}, and the engine dies", ends, (damage, reason))
+        for damage, reason in DAMAGES
+    ),
+    *(
+        Case("F29", f"{damage.__name__}, and all is put back", is_put_back, (damage, reason))
+        for damage, reason in DAMAGES
+    ),
     Case("F29", "no working directory", no_working_directory),
     Case("F29", "a link moves on", a_link_moves_on),
 ]

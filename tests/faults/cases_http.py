@@ -1,4 +1,6 @@
-"""F18 and F23: more clients than there is room for, clients that take their time, and bytes that are no HTTP."""
+"""F18 and F23: more clients than there is room for, clients that take their time, and bytes that
+are no HTTP.
+"""
 
 import contextlib
 import json
@@ -27,13 +29,18 @@ MOST_LOG = 100_000
 SHORT_HEADS = {"server.http.connection.HEAD_SECONDS": 1.0}
 GET = b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n"
 POST = b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-SMUGGLED = b'POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 13\r\n\r\n{"inputs":"s"}'
+SMUGGLED = (
+    b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
+    b'application/json\r\ncontent-length: 13\r\n\r\n{"inputs":"s"}'
+)
 CLIENT_HELLO = bytes.fromhex("16030100a5010000a10303") + bytes(160)
 
 
 @dataclass(frozen=True)
 class Raw:
-    """Bytes that are sent as they are, the status of each answer, and whether the connection is closed after the last."""
+    """Bytes that are sent as they are, the status of each answer, and whether the connection is
+    closed after the last.
+    """
 
     what: str
     data: bytes
@@ -48,17 +55,51 @@ TABLE = (
     Raw("pipelining", GET + GET, (200, 200), closed=False),
     Raw("no Host", b"GET /live HTTP/1.1\r\n\r\n", (400,)),
     Raw("two Hosts", b"GET /live HTTP/1.1\r\nhost: localhost\r\nhost: y\r\n\r\n", (400,)),
-    Raw("a header without a colon", b"GET /live HTTP/1.1\r\nhost: localhost\r\nnothing\r\n\r\n", (400,)),
+    Raw(
+        "a header without a colon",
+        b"GET /live HTTP/1.1\r\nhost: localhost\r\nnothing\r\n\r\n",
+        (400,),
+    ),
     Raw("NUL in a header", b"GET /live HTTP/1.1\r\nhost: localhost\r\na: \x00\r\n\r\n", (400,)),
-    Raw("101 headers", b"GET /live HTTP/1.1\r\nhost: localhost\r\n" + b"a: b\r\n" * 100 + b"\r\n", (431,)),
-    Raw("a header of 64 KiB", b"GET /live HTTP/1.1\r\nhost: localhost\r\na: " + b"b" * 2**16 + b"\r\n\r\n", (431,)),
-    Raw("a header of 3 MiB", b"GET /live HTTP/1.1\r\nhost: localhost\r\na: " + b"b" * 3 * 2**20 + b"\r\n\r\n", (431,)),
+    Raw(
+        "101 headers",
+        b"GET /live HTTP/1.1\r\nhost: localhost\r\n" + b"a: b\r\n" * 100 + b"\r\n",
+        (431,),
+    ),
+    Raw(
+        "a header of 64 KiB",
+        b"GET /live HTTP/1.1\r\nhost: localhost\r\na: " + b"b" * 2**16 + b"\r\n\r\n",
+        (431,),
+    ),
+    Raw(
+        "a header of 3 MiB",
+        b"GET /live HTTP/1.1\r\nhost: localhost\r\na: " + b"b" * 3 * 2**20 + b"\r\n\r\n",
+        (431,),
+    ),
     Raw("two lengths", POST + b"content-length: 5\r\ncontent-length: 6\r\n\r\n" + SMUGGLED, (400,)),
     Raw("a length below 0", POST + b"content-length: -1\r\n\r\n" + SMUGGLED, (400,)),
-    Raw("a length and chunks", POST + b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n" + SMUGGLED, (400,)),
-    Raw("a chunk size that overflows", POST + b"transfer-encoding: chunked\r\n\r\n" + b"f" * 20 + b"\r\nx\r\n" + SMUGGLED, (400,)),
-    Raw("a chunk size that is no number", POST + b"transfer-encoding: chunked\r\n\r\nzz\r\nx\r\n" + SMUGGLED, (400,)),
-    Raw("a bad trailer", POST + b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nno trailer\x00\r\n\r\n" + SMUGGLED, (400,)),
+    Raw(
+        "a length and chunks",
+        POST + b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
+        (400,),
+    ),
+    Raw(
+        "a chunk size that overflows",
+        POST + b"transfer-encoding: chunked\r\n\r\n" + b"f" * 20 + b"\r\nx\r\n" + SMUGGLED,
+        (400,),
+    ),
+    Raw(
+        "a chunk size that is no number",
+        POST + b"transfer-encoding: chunked\r\n\r\nzz\r\nx\r\n" + SMUGGLED,
+        (400,),
+    ),
+    Raw(
+        "a bad trailer",
+        POST
+        + b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nno trailer\x00\r\n\r\n"
+        + SMUGGLED,
+        (400,),
+    ),
 )
 
 
@@ -66,7 +107,9 @@ def exchange(scene: Scene, raw: Raw) -> None:
     """Sends, and reads every answer to the end."""
     scene.history.act("raw", what=raw.what, bytes=raw.data[:300].decode("latin-1"))
     with socket.create_connection(("127.0.0.1", scene.server.port), timeout=PATIENCE) as connection:
-        with contextlib.suppress(ConnectionError):  # It may have heard enough before it has heard all.
+        with contextlib.suppress(
+            ConnectionError
+        ):  # It may have heard enough before it has heard all.
             connection.sendall(raw.data)
         wire = Wire(connection)
         for expected in raw.statuses:
@@ -78,19 +121,27 @@ def exchange(scene: Scene, raw: Raw) -> None:
         if raw.closed:
             began = time.monotonic()
             with contextlib.suppress(ConnectionError):
-                assert connection.recv(65536) == b"", f"{raw.what}: there is more after the last answer"
-            assert time.monotonic() - began < CLOSED_SECONDS, f"{raw.what}: the connection stays open"
+                assert connection.recv(65536) == b"", (
+                    f"{raw.what}: there is more after the last answer"
+                )
+            assert time.monotonic() - began < CLOSED_SECONDS, (
+                f"{raw.what}: the connection stays open"
+            )
 
 
 def check_refusal(what: str, headers: dict[str, str], body: bytes) -> None:
     """I12 for what is refused before it is a request."""
     error = json.loads(body)["error"]
     assert {"message", "type", "param", "code"} <= set(error), f"{what}: {body!r}"
-    assert headers.get("x-request-id") and not LEAK.search(body.decode()), f"{what}: {headers} {body!r}"
+    assert headers.get("x-request-id") and not LEAK.search(body.decode()), (
+        f"{what}: {headers} {body!r}"
+    )
 
 
 def malformed(scene: Scene) -> None:
-    """Each is refused and costs its connection; what was hidden after it never runs; the server goes on, with at most a line of log."""
+    """Each is refused and costs its connection; what was hidden after it never runs; the server
+    goes on, with at most a line of log.
+    """
     scene.start()
     before = len(scene.server.log.splitlines())
     for raw in TABLE:
@@ -103,7 +154,9 @@ def malformed(scene: Scene) -> None:
 
 
 def crowd(scene: Scene) -> None:
-    """As many as one client may hold of what room there is finish; the others are told at once when to come again."""
+    """As many as one client may hold of what room there is finish; the others are told at once when
+    to come again.
+    """
     options = ("--engine.max_running", str(ROOM), "--server.max_waiting", str(QUEUE))
     scene.start(*options, rules=(Rule("pace", seconds=0.005),))
     with scene.watched():
@@ -111,7 +164,11 @@ def crowd(scene: Scene) -> None:
         scene.outcomes()
     refused = [exchange for exchange in exchanges if exchange.status == 429]
     finished = [exchange for exchange in exchanges if exchange.finished]
-    assert len(refused) + len(finished) == CROWD and len(finished) >= (ROOM + QUEUE) * HELD_PER_FREE // (HELD_PER_FREE + 1) and refused
+    assert (
+        len(refused) + len(finished) == CROWD
+        and len(finished) >= (ROOM + QUEUE) * HELD_PER_FREE // (HELD_PER_FREE + 1)
+        and refused
+    )
     text = f"{len(refused)} of {CROWD} refused"
     assert scene.server.metric("onehead_requests_total") == CROWD, text
     scene.canary()
@@ -120,7 +177,12 @@ def crowd(scene: Scene) -> None:
 def many_tokens_wait(scene: Scene) -> None:
     """The queue has a bound in tokens too."""
     rules = (Rule("pace", seconds=0.01),)
-    scene.start("--engine.max_running", "1", rules=rules, constants={"server.generation.admission.MAX_WAITING_TOKENS": 500})
+    scene.start(
+        "--engine.max_running",
+        "1",
+        rules=rules,
+        constants={"server.generation.admission.MAX_WAITING_TOKENS": 500},
+    )
     exchanges = []
     for ask in scene.asks(12, 20, stream=True):
         long = Ask(ask.prompt + "x" * 150, 20, ask.parameters, ask.dialect, canary=ask.canary)
@@ -137,7 +199,9 @@ def silent_connections(scene: Scene, count: int) -> Iterator[None]:
     scene.history.act("connect", count=count)
     with contextlib.ExitStack() as connections:
         for _ in range(count):
-            connections.enter_context(socket.create_connection(("127.0.0.1", scene.server.port), timeout=PATIENCE))
+            connections.enter_context(
+                socket.create_connection(("127.0.0.1", scene.server.port), timeout=PATIENCE)
+            )
         yield
 
 
@@ -158,7 +222,9 @@ def few_files() -> None:
 
 
 def more_connections_than_files(scene: Scene) -> None:
-    """What is open already goes on, and an engine that dies meanwhile is replaced: that takes files too. The log stays a log."""
+    """What is open already goes on, and an engine that dies meanwhile is replaced: that takes files
+    too. The log stays a log.
+    """
     scene.traces = True
     scene.start(rules=(Rule("pace", seconds=0.01),), constants=SHORT_HEADS, prepare=few_files)
     streaming = scene.ask_all(scene.asks(4, 100, stream=True))
@@ -179,7 +245,9 @@ def answers(scene: Scene) -> bool:
 
 
 def drip(scene: Scene, data: bytes, what: str) -> None:
-    """One byte after the other, never to the end: 408 when the time is up, though the last byte was just now."""
+    """One byte after the other, never to the end: 408 when the time is up, though the last byte was
+    just now.
+    """
     scene.history.act("drip", what=what)
     began = time.monotonic()
     over = threading.Event()
@@ -202,7 +270,9 @@ def drip(scene: Scene, data: bytes, what: str) -> None:
         finally:
             over.set()
             feeder.join()
-        assert response.status == 408 and 0.9 < time.monotonic() - began < 3.0, f"{what}: {response.status} {body!r}"
+        assert response.status == 408 and 0.9 < time.monotonic() - began < 3.0, (
+            f"{what}: {response.status} {body!r}"
+        )
         check_refusal(what, dict(response.headers), body)
 
 
@@ -225,7 +295,9 @@ def half_sent(scene: Scene, head: bytes) -> None:
             time.sleep(0.1)
         response = Wire(connection).response()
         body = response.body()
-    assert response.status == 408 and time.monotonic() - began < 3.0, f"a slow body: {response.status} {body!r}"
+    assert response.status == 408 and time.monotonic() - began < 3.0, (
+        f"a slow body: {response.status} {body!r}"
+    )
     check_refusal("a slow body", dict(response.headers), body)
 
 

@@ -1,4 +1,6 @@
-"""F14, F19, F20 and F26: the process and its surroundings: log files, the clock, signals, its own end."""
+"""F14, F19, F20 and F26: the process and its surroundings: log files, the clock, signals, its own
+end.
+"""
 
 import contextlib
 import fcntl
@@ -53,7 +55,9 @@ def close_stderr() -> None:
 
 
 def log_goes_nowhere(scene: Scene, where: object, counted: bool) -> None:
-    """Requests are answered as ever, an engine is replaced as ever; what is lost of the log is counted."""
+    """Requests are answered as ever, an engine is replaced as ever; what is lost of the log is
+    counted.
+    """
     with where() if callable(where) else contextlib.nullcontext() as stderr:
         prepare = close_stderr if stderr is None else None
         scene.start("--server.log_level", "debug", stderr=stderr, prepare=prepare, rules=(PACE,))
@@ -65,12 +69,17 @@ def log_goes_nowhere(scene: Scene, where: object, counted: bool) -> None:
             scene.kill_engine()
             scene.all_finished()
         if counted:
-            wait_until(lambda: scene.server.metric("onehead_log_lines_dropped_total") > 0, "what is lost is counted")
+            wait_until(
+                lambda: scene.server.metric("onehead_log_lines_dropped_total") > 0,
+                "what is lost is counted",
+            )
         scene.end()
 
 
 def clock_jumps(scene: Scene) -> None:
-    """By up to an hour, either way, at every look at it, in the engine too: no deadline comes sooner or later for it."""
+    """By up to an hour, either way, at every look at it, in the engine too: no deadline comes
+    sooner or later for it.
+    """
     options = ("--server.keep_alive", "0.5", "--server.stall_after", "3")
     constants = {"server.http.connection.HEAD_SECONDS": 5}
     scene.start(*options, rules=(Rule("time_jumps"), PACE), constants=constants)
@@ -89,7 +98,9 @@ def clock_jumps(scene: Scene) -> None:
         assert 0 <= seconds < 16 * 60, f"{name}: {seconds} s"
 
 
-def running(scene: Scene, *options: str, max_new_tokens: int = 60, pace: Rule = PACE) -> list[Exchange]:
+def running(
+    scene: Scene, *options: str, max_new_tokens: int = 60, pace: Rule = PACE
+) -> list[Exchange]:
     """Streams under way, and some in the queue."""
     scene.start("--engine.max_running", "8", "--server.lb_grace", "1.0", *options, rules=(pace,))
     started = scene.ask_all(scene.asks(8, max_new_tokens, stream=True))
@@ -130,7 +141,9 @@ def reads_keys_again(scene: Scene) -> None:
 
 
 def listens_for_a_while(scene: Scene) -> None:
-    """With nothing to do it still answers for lb_grace, so that a balancer that has not noticed yet gets an answer."""
+    """With nothing to do it still answers for lb_grace, so that a balancer that has not noticed yet
+    gets an answer.
+    """
     scene.start("--server.lb_grace", "1.5")
     sent = send(scene, signal.SIGTERM)
     while time.monotonic() - sent < 1.2:
@@ -165,7 +178,9 @@ def engine_dies_while_draining(scene: Scene) -> None:
 
 def leaves_while_loading(scene: Scene) -> None:
     """No request has been accepted yet."""
-    scene.start("--server.lb_grace", "0", rules=(Rule("slow_load", seconds=20.0, times=1),), wait=False)
+    scene.start(
+        "--server.lb_grace", "0", rules=(Rule("slow_load", seconds=20.0, times=1),), wait=False
+    )
     wait_until(lambda: scene.server.files.joinpath("rule-0").exists(), "it is loading")
     sent = send(scene, signal.SIGTERM)
     scene.ended(scene.server.process.wait(15), 0)
@@ -223,7 +238,10 @@ CASES = [
     Case("F20", "the drain deadline", drain_deadline),
     Case("F20", "the engine dies meanwhile", engine_dies_while_draining),
     Case("F20", "SIGTERM while loading", leaves_while_loading),
-    *(Case("F26", f"kill the front at {moment}", kill_front, (moment,)) for moment in ("import", "load", "prefill", "decode", "idle")),
+    *(
+        Case("F26", f"kill the front at {moment}", kill_front, (moment,))
+        for moment in ("import", "load", "prefill", "decode", "idle")
+    ),
 ]
 
 

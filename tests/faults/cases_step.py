@@ -1,4 +1,6 @@
-"""F07, F09, F10, F22 and F27: what goes wrong inside a step or on the pipe hurts at most the request that it is about."""
+"""F07, F09, F10, F22 and F27: what goes wrong inside a step or on the pipe hurts at most the
+request that it is about.
+"""
 
 import pytest
 
@@ -12,7 +14,9 @@ STALL = ("--server.stall_after", "1.5")
 
 
 def too_big_together(scene: Scene, error: str) -> None:
-    """More than three rows never fit: all requests are computed all the same, by the same engine."""
+    """More than three rows never fit: all requests are computed all the same, by the same
+    engine.
+    """
     scene.start(rules=(Rule("oom", rows=3, error=error),))
     engine = scene.server.engine_pid
     scene.ask_all(scene.asks(10, 40))
@@ -24,29 +28,47 @@ def too_long_at_once(scene: Scene) -> None:
     """A prompt that fits only in pieces of sixteen tokens."""
     scene.start(rules=(Rule("oom", tokens=16, error="gpu"),))
     engine = scene.server.engine_pid
-    scene.ask_all([Ask(ask.prompt + "x" * 200, 20, ask.parameters, ask.dialect, canary=ask.canary) for ask in scene.asks(4)])
+    scene.ask_all(
+        [
+            Ask(ask.prompt + "x" * 200, 20, ask.parameters, ask.dialect, canary=ask.canary)
+            for ask in scene.asks(4)
+        ]
+    )
     scene.all_finished()
     assert scene.server.engine_pid == engine and scene.server.restarts == 0
 
 
-def one_fails(scene: Scene, rule: Rule, code: str, parameters: dict[str, object] | None = None, before: int = 0) -> None:
-    """The marked request ends with an error of its own, streamed or whole, in both dialects; its neighbours and those who come after it
-    are as ever, in the same engine.
+def one_fails(
+    scene: Scene,
+    rule: Rule,
+    code: str,
+    parameters: dict[str, object] | None = None,
+    before: int = 0,
+) -> None:
+    """The marked request ends with an error of its own, streamed or whole, in both dialects; its
+    neighbours and those who come after it are as ever, in the same engine.
     """
     scene.start(rules=(rule,))
     engine = scene.server.engine_pid
-    marked = [Ask(f"{MARKED} {i}", 40, parameters or {}, ("tgi", "openai")[i % 2], i < 2) for i in range(4)]
+    marked = [
+        Ask(f"{MARKED} {i}", 40, parameters or {}, ("tgi", "openai")[i % 2], i < 2)
+        for i in range(4)
+    ]
     sound = scene.ask_all(scene.asks(8, 60))
     failed = [scene.ask(ask).join() for ask in marked]
     for exchange in failed:
         streams, tgi = exchange.ask.stream and before > 0, exchange.ask.dialect == "tgi"
         assert exchange.error is not None and not exchange.finished
-        assert exchange.status == (200 if streams else 424 if tgi else 500), f"{exchange.status} {exchange.error}"
+        assert exchange.status == (200 if streams else 424 if tgi else 500), (
+            f"{exchange.status} {exchange.error}"
+        )
         assert tgi or exchange.code == code, exchange.error
         assert len(exchange.ids) == (before if streams else 0)
     scene.ask_all(scene.asks(8, 60))  # They get the pages of the requests that failed.
     for exchange in scene.outcomes():
-        assert exchange.finished or exchange in failed, f"request {exchange.number}: {exchange.status} {exchange.error}"
+        assert exchange.finished or exchange in failed, (
+            f"request {exchange.number}: {exchange.status} {exchange.error}"
+        )
     assert len(sound) == 8 and scene.server.engine_pid == engine and scene.server.restarts == 0
 
 
@@ -57,7 +79,10 @@ def sampling_fails(scene: Scene) -> None:
 
 def grammar_fails(scene: Scene) -> None:
     scene.traces = True
-    grammar: dict[str, object] = {"grammar": {"type": "regex", "value": "[a-z]{30}"}, "ignore_eos": None}
+    grammar: dict[str, object] = {
+        "grammar": {"type": "regex", "value": "[a-z]{30}"},
+        "ignore_eos": None,
+    }
     one_fails(scene, Rule("grammar_fails", marker=MARKED), "grammar_error", grammar, before=1)
 
 
@@ -66,18 +91,28 @@ def detokenizer_fails(scene: Scene) -> None:
     scene.traces = True
     rule = Rule("detokenizer_fails", token=REPEATED_TOKEN)
     scene.start(rules=(rule,))
-    marked = [Ask(MARKED, 20, {"allowed_token_ids": [REPEATED_TOKEN]}, ("tgi", "openai")[i % 2], i < 2) for i in range(4)]
+    marked = [
+        Ask(MARKED, 20, {"allowed_token_ids": [REPEATED_TOKEN]}, ("tgi", "openai")[i % 2], i < 2)
+        for i in range(4)
+    ]
     clean = {"logit_bias": {str(REPEATED_TOKEN): -100}}
-    sound = [Ask(ask.prompt, 60, ask.parameters | clean, ask.dialect, ask.stream, canary=ask.canary) for ask in scene.asks(8)]
+    sound = [
+        Ask(ask.prompt, 60, ask.parameters | clean, ask.dialect, ask.stream, canary=ask.canary)
+        for ask in scene.asks(8)
+    ]
     going = scene.ask_all(sound)
     for exchange in scene.ask_all(marked):
         exchange.join()
-        assert exchange.error is not None and exchange.status in (200, 424, 500), f"{exchange.status} {exchange.error}"
+        assert exchange.error is not None and exchange.status in (200, 424, 500), (
+            f"{exchange.status} {exchange.error}"
+        )
     assert all(exchange.join().finished for exchange in going) and scene.server.restarts == 0
 
 
 def few_pages(scene: Scene) -> None:
-    """Room for two of eight sequences: the others are put back and computed again, to the same tokens as with all the room there is."""
+    """Room for two of eight sequences: the others are put back and computed again, to the same
+    tokens as with all the room there is.
+    """
     scene.start("--cache.page_size", "8", "--cache.pages", "40", "--engine.max_running", "8")
     scene.ask_all(scene.asks(16, 100))
     scene.all_finished()
@@ -112,7 +147,12 @@ CASES = [
     Case("F07", "rows that do not fit Python", too_big_together, ("python",)),
     Case("F07", "a prompt that fits in pieces", too_long_at_once),
     Case("F07", "a row that never fits", one_fails, (ALWAYS, "out_of_memory", None, 4)),
-    Case("F07", "a row that never fits from the start", one_fails, (Rule("oom", marker=MARKED, error="cpu"), "out_of_memory")),
+    Case(
+        "F07",
+        "a row that never fits from the start",
+        one_fails,
+        (Rule("oom", marker=MARKED, error="cpu"), "out_of_memory"),
+    ),
     Case("F09", "NaN in the logits of a row", one_fails, (NAN_LOGITS, "numerical_error", None, 4)),
     Case("F09", "NaN in the cache of a row", one_fails, (NAN_PAGES, "numerical_error", None, 4)),
     Case("F10", "sampling of a row fails", sampling_fails),

@@ -1,7 +1,9 @@
-"""The invariants I1-I5, I7-I9 and I12, checked on a recorded history. `python -m tests.faults.checker FILE...` judges old ones.
+"""The invariants I1-I5, I7-I9 and I12, checked on a recorded history. `python -m
+tests.faults.checker FILE...` judges old ones.
 
-Pure: records in, sentences out. It knows both dialects and nothing of any case. What a case allows stands in the history itself: a client
-that left, or a front that was killed. I6 and I10 are about the server's own figures, which tests.faults.scene asks it for.
+Pure: records in, sentences out. It knows both dialects and nothing of any case. What a case allows
+stands in the history itself: a client that left, or a front that was killed. I6 and I10 are about
+the server's own figures, which tests.faults.scene asks it for.
 """
 
 import json
@@ -17,7 +19,8 @@ from tests.support.paths import ROOT
 
 FIRST_EVENT_SECONDS = 60.0
 LEAK = re.compile(
-    rf"Traceback|File \\*\"|0x[0-9a-f]{{6,}}|/(?:tmp|usr|root|home|proc|dev)/|{re.escape(str(ROOT))}|\.py\b|site-packages|Bearer "
+    r"Traceback|File "
+    rf"\\*\"|0x[0-9a-f]{{6,}}|/(?:tmp|usr|root|home|proc|dev)/|{re.escape(str(ROOT))}|\.py\b|site-packages|Bearer "  # noqa: E501
 )
 DONE = "[DONE]"
 
@@ -71,7 +74,11 @@ def text_of(data: Any) -> str:
         return ""
     if "token" in data:
         return "" if data["token"]["special"] else str(data["token"]["text"])
-    return str(choice_of(data).get("text", "")) if "choices" in data else str(data.get("generated_text") or "")
+    return (
+        str(choice_of(data).get("text", ""))
+        if "choices" in data
+        else str(data.get("generated_text") or "")
+    )
 
 
 def is_error(data: Any) -> bool:
@@ -82,7 +89,11 @@ def is_terminal(data: Any) -> bool:
     """Whether an event ends its stream: the text's end, or an error."""
     if not isinstance(data, dict):
         return False
-    return is_error(data) or data.get("generated_text") is not None or choice_of(data).get("finish_reason") is not None
+    return (
+        is_error(data)
+        or data.get("generated_text") is not None
+        or choice_of(data).get("finish_reason") is not None
+    )
 
 
 def requests(records: list[dict[str, Any]]) -> list[Told]:
@@ -94,25 +105,38 @@ def requests(records: list[dict[str, Any]]) -> list[Told]:
             told[record["request"]] = Told(record["request"], record)
         elif number in told and kind == "event":
             told[number].events.append(record)
-        elif number in told and kind in ("head", "end", "oracle") and record.get("status") != 204:  # Nothing is left to be told.
+        elif (
+            number in told and kind in ("head", "end", "oracle") and record.get("status") != 204
+        ):  # Nothing is left to be told.
             setattr(told[number], kind, record)
     return list(told.values())
 
 
 def verdict(records: list[dict[str, Any]]) -> list[str]:
     """What is wrong with a history, one sentence each; empty where nothing is."""
-    front_killed = any(record["kind"] == "act" and record["act"] == "kill front" for record in records)
+    front_killed = any(
+        record["kind"] == "act" and record["act"] == "kill front" for record in records
+    )
     all_told = requests(records)
     problems: list[str] = []
     for told in all_told:
-        checks = [answered(told, front_killed), in_order(told), nothing_after_the_end(told), in_time(told), refusals(told), schema(told)]
+        checks = [
+            answered(told, front_killed),
+            in_order(told),
+            nothing_after_the_end(told),
+            in_time(told),
+            refusals(told),
+            schema(told),
+        ]
         checks += [as_undisturbed(told), counted(told)]
         problems += [f"request {told.number}: {problem}" for check in checks for problem in check]
     return problems + list(canaries(all_told))
 
 
 def answered(told: Told, front_killed: bool) -> Iterator[str]:
-    """I1: exactly one terminal event, however the request ends, unless its client left or what it was connected to was killed."""
+    """I1: exactly one terminal event, however the request ends, unless its client left or what it
+    was connected to was killed.
+    """
     terminals = sum(map(is_terminal, told.data))
     if terminals > 1:
         yield f"I1: {terminals} terminal events"
@@ -140,8 +164,14 @@ def in_order(told: Told) -> Iterator[str]:
 
 
 def as_undisturbed(told: Told) -> Iterator[str]:
-    """I3: tokens and text are those of a run that nothing disturbed, up to where the request ended; the parts make up the whole."""
-    whole = [data["generated_text"] for data in told.data if isinstance(data, dict) and data.get("generated_text") is not None]
+    """I3: tokens and text are those of a run that nothing disturbed, up to where the request ended;
+    the parts make up the whole.
+    """
+    whole = [
+        data["generated_text"]
+        for data in told.data
+        if isinstance(data, dict) and data.get("generated_text") is not None
+    ]
     if whole and whole[-1] != told.text:
         yield f"I3: the parts make {told.text!r}, the whole is {whole[-1]!r}"
     if told.oracle is None:
@@ -151,9 +181,14 @@ def as_undisturbed(told: Told) -> Iterator[str]:
     finished = any(is_terminal(data) and not is_error(data) for data in told.data)
     ids, expected = told.ids, told.oracle["tokens"]
     if ids != (expected if finished else expected[: len(ids)]):
-        same = next((i for i, pair in enumerate(zip(ids, expected, strict=False)) if pair[0] != pair[1]), min(len(ids), len(expected)))
+        same = next(
+            (i for i, pair in enumerate(zip(ids, expected, strict=False)) if pair[0] != pair[1]),
+            min(len(ids), len(expected)),
+        )
         yield f"I3: {len(ids)} tokens, {len(expected)} expected; they differ from number {same} on"
-    if not (told.text == told.oracle["text"] if finished else told.oracle["text"].startswith(told.text)):
+    if not (
+        told.text == told.oracle["text"] if finished else told.oracle["text"].startswith(told.text)
+    ):
         yield f"I3: the text {told.text!r} is not that of an undisturbed run"
 
 
@@ -175,11 +210,22 @@ def nothing_after_the_end(told: Told) -> Iterator[str]:
     if not places:
         return
     rest = told.data[places[0] + 1 :]
-    streamed_v1 = told.sent["dialect"] == "openai" and told.head is not None and told.head["streamed"]
+    streamed_v1 = (
+        told.sent["dialect"] == "openai" and told.head is not None and told.head["streamed"]
+    )
     if streamed_v1 and told.ended == "eof" and rest[-1:] != [DONE]:
         yield f"I5: no {DONE} at the end"
-    after = [data for data in rest if data != DONE and not (isinstance(data, dict) and data.get("choices") == [] and "usage" in data)]
-    if after or rest.count(DONE) > int(streamed_v1) or (is_error(told.data[places[0]]) and len(rest) > int(streamed_v1)):
+    after = [
+        data
+        for data in rest
+        if data != DONE
+        and not (isinstance(data, dict) and data.get("choices") == [] and "usage" in data)
+    ]
+    if (
+        after
+        or rest.count(DONE) > int(streamed_v1)
+        or (is_error(told.data[places[0]]) and len(rest) > int(streamed_v1))
+    ):
         yield f"I5: after the end came {json.dumps(rest)}"
 
 
@@ -201,12 +247,18 @@ def in_time(told: Told) -> Iterator[str]:
 
 def refusals(told: Told) -> Iterator[str]:
     """I9: a reply that asks for a retry has Retry-After."""
-    if told.head is not None and told.head["status"] in (429, 503) and not told.head["headers"].get("retry-after", "").isdigit():
+    if (
+        told.head is not None
+        and told.head["status"] in (429, 503)
+        and not told.head["headers"].get("retry-after", "").isdigit()
+    ):
         yield f"I9: {told.head['status']} without Retry-After"
 
 
 def schema(told: Told) -> Iterator[str]:
-    """I12: every error has its dialect's body and a request id, and nothing of the server's or a prompt's inside."""
+    """I12: every error has its dialect's body and a request id, and nothing of the server's or a
+    prompt's inside.
+    """
     if told.head is None:
         return
     if not told.head["headers"].get("x-request-id"):
@@ -223,10 +275,15 @@ def schema(told: Told) -> Iterator[str]:
 
 def _fits(dialect: str, data: dict[str, Any]) -> bool:
     if dialect == "tgi":
-        return set(data) == {"error", "error_type"} and all(isinstance(value, str) and value for value in data.values())
+        return set(data) == {"error", "error_type"} and all(
+            isinstance(value, str) and value for value in data.values()
+        )
     error = data["error"]
     return (
-        set(data) == {"error"} and isinstance(error, dict) and {"message", "type", "param", "code"} <= set(error) and bool(error["message"])
+        set(data) == {"error"}
+        and isinstance(error, dict)
+        and {"message", "type", "param", "code"} <= set(error)
+        and bool(error["message"])
     )
 
 

@@ -1,7 +1,9 @@
-"""Clients that write down everything: one request each over a raw socket, in a thread of its own, read as fast as it is told to.
+"""Clients that write down everything: one request each over a raw socket, in a thread of its own,
+read as fast as it is told to.
 
-An Exchange parses strictly (head, chunks, events) and notes what it got in a History; it judges nothing. HTTP and SSE are read here by
-hand because a library would hide what matters: whether an answer was cut off, and where.
+An Exchange parses strictly (head, chunks, events) and notes what it got in a History; it judges
+nothing. HTTP and SSE are read here by hand because a library would hide what matters: whether an
+answer was cut off, and where.
 """
 
 import json
@@ -21,7 +23,9 @@ PATIENCE = 60.0
 
 @dataclass(frozen=True)
 class Ask:
-    """A request in neither dialect's words. `parameters` are TGI's; `extra` stands at the top level in both."""
+    """A request in neither dialect's words. `parameters` are TGI's; `extra` stands at the top level
+    in both.
+    """
 
     prompt: str
     max_new_tokens: int = 60
@@ -40,14 +44,25 @@ class Ask:
     def body(self) -> dict[str, Any]:
         parameters = {"max_new_tokens": self.max_new_tokens, "ignore_eos": True, **self.parameters}
         if self.dialect == "tgi":
-            return {"inputs": self.prompt, "parameters": {**parameters, "details": True}, "stream": self.stream, **self.extra}
+            return {
+                "inputs": self.prompt,
+                "parameters": {**parameters, "details": True},
+                "stream": self.stream,
+                **self.extra,
+            }
         sampled = parameters.pop("do_sample", False)
-        body = {"prompt": self.prompt, "max_tokens": parameters.pop("max_new_tokens"), "temperature": 1.0 if sampled else 0.0}
+        body = {
+            "prompt": self.prompt,
+            "max_tokens": parameters.pop("max_new_tokens"),
+            "temperature": 1.0 if sampled else 0.0,
+        }
         grammar = parameters.pop("grammar", None)
         if grammar is not None:
             parameters["structured_outputs"] = {grammar["type"]: grammar["value"]}
             del parameters["ignore_eos"]
-        streamed = {"stream": True, "stream_options": {"include_usage": True}} if self.stream else {}
+        streamed = (
+            {"stream": True, "stream_options": {"include_usage": True}} if self.stream else {}
+        )
         return {**body, **parameters, **streamed, "return_token_ids": True, **self.extra}
 
     @property
@@ -57,13 +72,19 @@ class Ask:
 
 
 def asks(rng: random.Random, count: int, max_new_tokens: int = 60, **same: Any) -> list[Ask]:
-    """Requests of all kinds: greedy and seeded, both dialects, streamed, resumable or, one in eight, whole; a canary in each prompt."""
+    """Requests of all kinds: greedy and seeded, both dialects, streamed, resumable or, one in
+    eight, whole; a canary in each prompt.
+    """
     made = []
     for i in range(count):
         canary = "".join(rng.choices("bcdghjkmpqrtvwz", k=12))
         prompt = "".join(rng.choices("abcdef (:)\n", k=rng.randint(1, 60))) + canary
         sampled = {"do_sample": True, "seed": rng.randrange(2**31), "top_p": 0.9} if i % 2 else {}
-        kind = {"dialect": "openai" if i % 4 >= 2 else "tgi", "stream": i % 8 != 5, "extra": {"resumable": True} if i % 8 in (3, 4) else {}}
+        kind = {
+            "dialect": "openai" if i % 4 >= 2 else "tgi",
+            "stream": i % 8 != 5,
+            "extra": {"resumable": True} if i % 8 in (3, 4) else {},
+        }
         made.append(Ask(prompt, max_new_tokens, sampled, canary=canary, **{**kind, **same}))
     return made
 
@@ -72,7 +93,13 @@ class Exchange:
     """One request and its answer, in a thread of its own."""
 
     def __init__(
-        self, port: int, ask: Ask, history: History, leave_after: int | None = None, reset: bool = False, resumes: bool = False
+        self,
+        port: int,
+        ask: Ask,
+        history: History,
+        leave_after: int | None = None,
+        reset: bool = False,
+        resumes: bool = False,
     ) -> None:
         self.port = port
         self.ask = ask
@@ -116,7 +143,9 @@ class Exchange:
             self.history.add("resume", request=self.number, after=number)
             with socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE) as connection:
                 path = f"/v1/streams/{self.headers['x-stream-id']}"
-                connection.sendall(http_request("GET", path, headers={"last-event-id": self.last_id}, close=False))
+                connection.sendall(
+                    http_request("GET", path, headers={"last-event-id": self.last_id}, close=False)
+                )
                 how = self._part(connection)
                 if how == "left":
                     abort(connection)
@@ -124,7 +153,9 @@ class Exchange:
                 return how
 
     def _part(self, connection: socket.socket) -> str:
-        """As much of the answer as this connection brings; an end within it is one of the connection alone if the client comes back."""
+        """As much of the answer as this connection brings; an end within it is one of the
+        connection alone if the client comes back.
+        """
         try:
             return self._read(connection)
         except (EOFError, ConnectionError):
@@ -136,7 +167,9 @@ class Exchange:
         response = Wire(connection).response()
         status, headers = response.status, dict(response.headers)
         streamed = headers.get("content-type", "").startswith("text/event-stream")
-        self.history.add("head", request=self.number, status=status, headers=headers, streamed=streamed)
+        self.history.add(
+            "head", request=self.number, status=status, headers=headers, streamed=streamed
+        )
         self.status, self.headers = status, headers
         if status == 204:
             return "eof"
@@ -181,7 +214,11 @@ class Exchange:
     @property
     def code(self) -> Any:
         """The error's word for programs, in OpenAI's dialect."""
-        return self.error["error"].get("code") if self.error is not None and isinstance(self.error["error"], dict) else None
+        return (
+            self.error["error"].get("code")
+            if self.error is not None and isinstance(self.error["error"], dict)
+            else None
+        )
 
     @property
     def finished(self) -> bool:
@@ -190,7 +227,11 @@ class Exchange:
 
     def reach(self, count: int) -> "Exchange":
         """Waits until so many tokens have come, or the end."""
-        wait_until(lambda: len(self.ids) >= count or not self.thread.is_alive(), f"{count} tokens of request {self.number}", PATIENCE)
+        wait_until(
+            lambda: len(self.ids) >= count or not self.thread.is_alive(),
+            f"{count} tokens of request {self.number}",
+            PATIENCE,
+        )
         return self
 
     def join(self) -> "Exchange":

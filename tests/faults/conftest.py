@@ -24,7 +24,9 @@ def undisturbed(tiny_folder: Path) -> Iterator[Undisturbed]:
 
 
 @pytest.fixture
-def scene(request: pytest.FixtureRequest, tiny_folder: Path, tmp_path: Path, undisturbed: Undisturbed) -> Iterator[Scene]:
+def scene(
+    request: pytest.FixtureRequest, tiny_folder: Path, tmp_path: Path, undisturbed: Undisturbed
+) -> Iterator[Scene]:
     """A case's own, its randomness from the seed and the case's name."""
     case = str(request.node.callspec.params["case"])
     folder = request.config.getoption("--history") or tmp_path

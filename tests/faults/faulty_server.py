@@ -1,7 +1,7 @@
 """`onehead` with faults: `python -m tests.faults.faulty_server RULES FOLDER serve ...`.
 
-The server is the production one; its engines run tests.faults.faulty_worker, and the rules of this process are patched into what they
-name before the command begins.
+The server is the production one; its engines run tests.faults.faulty_worker, and the rules of this
+process are patched into what they name before the command begins.
 """
 
 import os

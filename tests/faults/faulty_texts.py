@@ -1,4 +1,6 @@
-"""The production process that forks workers for texts and grammars, with faults from the environment patched into what they name."""
+"""The production process that forks workers for texts and grammars, with faults from the
+environment patched into what they name.
+"""
 
 import time
 from typing import Any
@@ -15,7 +17,9 @@ def tokenizer_hangs(rules: Rules, rule: Rule) -> None:
     for name in ("encode", "encode_plain", "encode_bare", "encode_with_offsets"):
         sound = getattr(TextCodec, name)
 
-        def stuck(codec: TextCodec, text: str, *others: Any, sound: Any = sound, **named: Any) -> Any:
+        def stuck(
+            codec: TextCodec, text: str, *others: Any, sound: Any = sound, **named: Any
+        ) -> Any:
             if rule.marker in text and rules.strike(rule):
                 end = time.process_time() + rule.seconds
                 while time.process_time() < end:

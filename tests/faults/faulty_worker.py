@@ -1,6 +1,8 @@
-"""The engine process with faults: server.engine.worker, with a runner, a pipe and grammars that obey tests.faults.rules.
+"""The engine process with faults: server.engine.worker, with a runner, a pipe and grammars that
+obey tests.faults.rules.
 
-Nothing of the production engine is replaced, only wrapped: load, the runner's steps, its layers and logits, what goes into the pipe.
+Nothing of the production engine is replaced, only wrapped: load, the runner's steps, its layers and
+logits, what goes into the pipe.
 """
 
 import ctypes
@@ -42,7 +44,9 @@ class Faults:
         time.sleep(FOREVER)
 
     def hang_with_lock(self, rule: Rule) -> None:
-        """As native code that never gives the interpreter back: no other thread of the process runs either."""
+        """As native code that never gives the interpreter back: no other thread of the process runs
+        either.
+        """
         ctypes.PyDLL(None).sleep(FOREVER)
 
     def pace(self, rule: Rule) -> None:
@@ -61,7 +65,10 @@ class Faults:
         if rule.error == "gpu":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         if rule.error == "cpu":
-            raise RuntimeError("[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried")
+            raise RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't "
+                "allocate memory: you tried"
+            )
         raise MemoryError
 
     def carry_out(self, rule: Rule) -> None:
@@ -90,7 +97,10 @@ class FaultyRunner:
         self.faults = faults
         self.plan: Any = None
         codec = Tokenizer.from_file(str(tokenizer))
-        self.markers = {rule.marker: codec.encode(rule.marker, add_special_tokens=False).ids for rule in faults.rules.rules}
+        self.markers = {
+            rule.marker: codec.encode(rule.marker, add_special_tokens=False).ids
+            for rule in faults.rules.rules
+        }
         runner.decoder = FaultyDecoder(runner.decoder, self)
         self._forward, runner.forward = runner.forward, self._faulty_forward
 
@@ -109,7 +119,9 @@ class FaultyRunner:
         return run(self.plan)
 
     def _faulty_forward(self, batch: Any, plan: Any) -> Any:
-        """Layers that find NaN in their pages, or that run out of memory once keys and values have been written."""
+        """Layers that find NaN in their pages, or that run out of memory once keys and values have
+        been written.
+        """
         for rule in self.faults.rules.named("nan_pages"):
             self._poison(rule)
         states = self._forward(batch, plan)
@@ -129,10 +141,16 @@ class FaultyRunner:
         """The rows of a step that a rule speaks of; none where the step is too small for it."""
         if len(plan.rows) <= rule.rows or sum(len(row.tokens) for row in plan.rows) <= rule.tokens:
             return []
-        return [index for index, row in enumerate(plan.rows) if self._speaks_of(rule, self.scheduler.running[row.sequence])]
+        return [
+            index
+            for index, row in enumerate(plan.rows)
+            if self._speaks_of(rule, self.scheduler.running[row.sequence])
+        ]
 
     def _speaks_of(self, rule: Rule, sequence: Any) -> bool:
-        return len(sequence.output) >= rule.after and contains(sequence.prompt, self.markers[rule.marker])
+        return len(sequence.output) >= rule.after and contains(
+            sequence.prompt, self.markers[rule.marker]
+        )
 
     def _break_sampling(self, plan: Any) -> Any:
         """A row whose draw raises: what forbids its tokens cannot be read."""
@@ -140,7 +158,10 @@ class FaultyRunner:
         for rule in self.faults.rules.named("sampling_fails"):
             for index in self.rows(rule, plan):
                 if rows[index].sample is not None and self.faults.rules.strike(rule):
-                    rows[index] = structs.replace(rows[index], sample=structs.replace(rows[index].sample, forbidden=Unreadable()))
+                    rows[index] = structs.replace(
+                        rows[index],
+                        sample=structs.replace(rows[index].sample, forbidden=Unreadable()),
+                    )
                     is_broken = True
         return StepPlan(tuple(rows), plan.clear) if is_broken else plan
 
@@ -171,13 +192,19 @@ class FaultyDecoder:
         drawing = [index for index, row in enumerate(runner.plan.rows) if row.sample is not None]
         for rule in runner.faults.rules.named("nan_logits"):
             for index in runner.rows(rule, runner.plan):
-                if index in drawing and len(logits) == len(drawing) and runner.faults.rules.strike(rule):
+                if (
+                    index in drawing
+                    and len(logits) == len(drawing)
+                    and runner.faults.rules.strike(rule)
+                ):
                     logits[drawing.index(index)] = float("nan")
         return logits
 
 
 class FaultyPipe(Connection):
-    """The engine's end of the pipe, which damages the frame after `after` others that bring tokens."""
+    """The engine's end of the pipe, which damages the frame after `after` others that bring
+    tokens.
+    """
 
     KINDS = ("garbage", "truncated", "truncated_end", "oversized", "swapped", "dropped", "repeated")
     faults: Faults
@@ -249,7 +276,9 @@ class FaultyConstraint:
 
 
 def contains(tokens: list[int], part: list[int]) -> bool:
-    return any(tokens[start : start + len(part)] == part for start in range(len(tokens) - len(part) + 1))
+    return any(
+        tokens[start : start + len(part)] == part for start in range(len(tokens) - len(part) + 1)
+    )
 
 
 def install(faults: Faults) -> None:
@@ -260,12 +289,16 @@ def install(faults: Faults) -> None:
         faults.loading()
         core, *others = load(start, report)
         core.runner = FaultyRunner(core.runner, core.scheduler, faults, Path(start.tokenizer))
-        markers.extend((rule, core.runner.markers[rule.marker]) for rule in faults.rules.named("grammar_fails"))
+        markers.extend(
+            (rule, core.runner.markers[rule.marker]) for rule in faults.rules.named("grammar_fails")
+        )
         return core, *others
 
     def faulty_constraint(processes: Any, asked: Any) -> Any:
         made: Any = constraint(processes, asked)
-        struck = [rule for rule, marker in markers if made is not None and contains(asked.prompt, marker)]
+        struck = [
+            rule for rule, marker in markers if made is not None and contains(asked.prompt, marker)
+        ]
         return FaultyConstraint(made, faults, struck[0]) if struck else made
 
     markers: list[tuple[Rule, list[int]]] = []

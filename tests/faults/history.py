@@ -1,7 +1,8 @@
-"""History: what was sent, what came back and what was broken meanwhile, as JSON lines in the order in which it happened.
+"""History: what was sent, what came back and what was broken meanwhile, as JSON lines in the order
+in which it happened.
 
-Invariant: a record is on disk when `add` returns, so the history of a case that crashes is whole up to the crash. Judging is
-tests.faults.checker's; this knows only time and order.
+Invariant: a record is on disk when `add` returns, so the history of a case that crashes is whole up
+to the crash. Judging is tests.faults.checker's; this knows only time and order.
 """
 
 import json

@@ -1,7 +1,9 @@
-"""Rules: which fault strikes where and how often. JSON on a launcher's command line, an environment variable for its children.
+"""Rules: which fault strikes where and how often. JSON on a launcher's command line, an environment
+variable for its children.
 
-Knows nothing of what a fault does: faulty_server and faulty_worker each carry out those of their own process. Strikes are
-counted in files, because the process that is struck seldom lives to remember it.
+Knows nothing of what a fault does: faulty_server and faulty_worker each carry out those of their
+own process. Strikes are counted in files, because the process that is struck seldom lives to
+remember it.
 """
 
 import json
@@ -16,7 +18,9 @@ FOLDER_VARIABLE = "FAULT_FOLDER"
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One fault. In an engine it needs a step with a sequence whose prompt holds `marker` (any sequence, where that is empty)."""
+    """One fault. In an engine it needs a step with a sequence whose prompt holds `marker` (any
+    sequence, where that is empty).
+    """
 
     do: str
     marker: str = ""
@@ -45,7 +49,10 @@ class Rules:
 
     @classmethod
     def of_environment(cls) -> "Rules":
-        return cls([Rule(**values) for values in json.loads(os.environ[VARIABLE])], Path(os.environ[FOLDER_VARIABLE]))
+        return cls(
+            [Rule(**values) for values in json.loads(os.environ[VARIABLE])],
+            Path(os.environ[FOLDER_VARIABLE]),
+        )
 
     def count_engine(self) -> None:
         """Called once by every engine: it is the n-th from now on."""
@@ -53,7 +60,11 @@ class Rules:
 
     def named(self, *names: str) -> Iterator[Rule]:
         """Those that say what to do by one of these words, and hold in this engine."""
-        return (rule for rule in self.rules if rule.do in names and rule.from_engine <= max(1, self.engine))
+        return (
+            rule
+            for rule in self.rules
+            if rule.do in names and rule.from_engine <= max(1, self.engine)
+        )
 
     def strike(self, rule: Rule) -> bool:
         """Whether the fault happens now; if so it is counted, and on disk before anything else."""

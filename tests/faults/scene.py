@@ -1,7 +1,9 @@
-"""Scene: a faulty server, clients that talk to it, a nemesis that hurts it, a history of it all, and the verdict at the end.
+"""Scene: a faulty server, clients that talk to it, a nemesis that hurts it, a history of it all,
+and the verdict at the end.
 
-A case is a function of a Scene. What holds in every case is checked here: the invariants of tests.faults.checker, tokens as of an
-undisturbed server, never two engines, /live always answered, no page held at the end (I6), the exit status, no traceback in the log.
+A case is a function of a Scene. What holds in every case is checked here: the invariants of
+tests.faults.checker, tokens as of an undisturbed server, never two engines, /live always answered,
+no page held at the end (I6), the exit status, no traceback in the log.
 """
 
 import contextlib
@@ -31,7 +33,9 @@ ORACLES = 4
 
 @dataclass(frozen=True)
 class Case:
-    """A fault by its number, what becomes of it in a few words, and the function that shows it, with its arguments."""
+    """A fault by its number, what becomes of it in a few words, and the function that shows it,
+    with its arguments.
+    """
 
     fault: str
     what: str
@@ -56,12 +60,17 @@ class Undisturbed:
         if key not in self._known:
             status, answer = self.server.post("/generate", body)
             assert status == 200, answer
-            self._known[key] = [token["id"] for token in answer["details"]["tokens"]], answer["generated_text"]
+            self._known[key] = (
+                [token["id"] for token in answer["details"]["tokens"]],
+                answer["generated_text"],
+            )
         return self._known[key]
 
 
 class FaultyServer(ServerProcess):
-    """`onehead serve` with rules. Its standard error goes to a file, or to where a case wants it."""
+    """`onehead serve` with rules. Its standard error goes to a file, or to where a case wants
+    it.
+    """
 
     def __init__(
         self,
@@ -106,7 +115,11 @@ class FaultyServer(ServerProcess):
     @property
     def engines(self) -> list[int]:
         """The engine processes that live: one, or none for a moment."""
-        return [pid for pid in children(self.process.pid) if alive(pid) and b"faulty_worker" in command_line(pid)]
+        return [
+            pid
+            for pid in children(self.process.pid)
+            if alive(pid) and b"faulty_worker" in command_line(pid)
+        ]
 
     @property
     def engine_pid(self) -> int:
@@ -117,7 +130,9 @@ class FaultyServer(ServerProcess):
         return int(self.metric("onehead_engine_restarts_total"))
 
     def kill_all(self) -> None:
-        """The server, and engines that have outlived it: they are known by the folder they were given."""
+        """The server, and engines that have outlived it: they are known by the folder they were
+        given.
+        """
         mark = f"{FOLDER_VARIABLE}={self.files}".encode()
         if self.process.poll() is None:
             self.process.kill()
@@ -174,14 +189,17 @@ class Watch:
 class Scene:
     """One case from its servers' start to its verdict."""
 
-    def __init__(self, folder: Path, files: Path, history: History, undisturbed: Undisturbed, seed: str) -> None:
+    def __init__(
+        self, folder: Path, files: Path, history: History, undisturbed: Undisturbed, seed: str
+    ) -> None:
         self.folder = folder
         self.files = files
         self.history = history
         self.undisturbed = undisturbed
         self.rng = random.Random(f"{seed}/{history.path.stem}")
         self._prompts = random.Random(seed)
-        """The same in every case, so that an undisturbed server answers each request once for all of them."""
+        """The same in every case, so that an undisturbed server answers each request once for all
+        of them."""
         self.exchanges: list[Exchange] = []
         self.servers: list[FaultyServer] = []
         self.resources = contextlib.ExitStack()
@@ -193,7 +211,9 @@ class Scene:
     def server(self) -> FaultyServer:
         return self.servers[-1]
 
-    def start(self, *options: str, rules: tuple[Rule, ...] = (), wait: bool = True, **more: Any) -> FaultyServer:
+    def start(
+        self, *options: str, rules: tuple[Rule, ...] = (), wait: bool = True, **more: Any
+    ) -> FaultyServer:
         """A server of these options; it is the scene's from now on."""
         self.history.act("start", options=options, rules=json.loads(as_json(rules)))
         files = self.files / f"server-{len(self.servers)}"
@@ -228,7 +248,9 @@ class Scene:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[Watch]:
-        """Looks at the server all the while: /live is always 200 at once, and there is never a second engine."""
+        """Looks at the server all the while: /live is always 200 at once, and there is never a
+        second engine.
+        """
         watch = Watch()
         watch.thread = threading.Thread(target=self._look, args=(self.server, watch), daemon=True)
         watch.thread.start()
@@ -268,12 +290,15 @@ class Scene:
     def all_finished(self) -> None:
         """Every request that was not left by its client got all that it asked for."""
         for exchange in self.outcomes():
-            assert exchange.finished or (exchange.leave_after is not None and not exchange.resumes), (
-                f"request {exchange.number}: {exchange.status} {exchange.error}"
-            )
+            assert exchange.finished or (
+                exchange.leave_after is not None and not exchange.resumes
+            ), f"request {exchange.number}: {exchange.status} {exchange.error}"
 
     def idle(self) -> bool:
-        return not any(self.server.metric(f"onehead_{name}") for name in ("kv_pages_used", "requests_running", "requests_waiting"))
+        return not any(
+            self.server.metric(f"onehead_{name}")
+            for name in ("kv_pages_used", "requests_running", "requests_waiting")
+        )
 
     def canary(self) -> None:
         """A request that must be answered right, whatever happened before."""
@@ -294,17 +319,26 @@ class Scene:
         """The verdict on everything that was recorded."""
         answered = [exchange for exchange in self.outcomes() if exchange.ids]
         with ThreadPoolExecutor(ORACLES) as pool:
-            for exchange, (tokens, text) in zip(answered, pool.map(self.undisturbed.answer, (e.ask for e in answered)), strict=True):
+            for exchange, (tokens, text) in zip(
+                answered, pool.map(self.undisturbed.answer, (e.ask for e in answered)), strict=True
+            ):
                 self.history.add("oracle", request=exchange.number, tokens=tokens, text=text)
         problems = verdict(self.history.records)
         for server in self.servers:
-            problems += [f"the rule never struck: {rule}" for rule in never_struck(server.rules, server.files)]
+            problems += [
+                f"the rule never struck: {rule}"
+                for rule in never_struck(server.rules, server.files)
+            ]
             if "Traceback" in server.log and not self.traces:
-                problems.append(f"a traceback in the log:\n{server.log[server.log.index('Traceback') :][:3000]}")
+                problems.append(
+                    f"a traceback in the log:\n{server.log[server.log.index('Traceback') :][:3000]}"
+                )
         assert not problems, "\n".join(problems)
 
     def play(self, case: Case) -> None:
-        """Runs a case, ends what it left running, and judges; says where the history is if anything is wrong."""
+        """Runs a case, ends what it left running, and judges; says where the history is if anything
+        is wrong.
+        """
         try:
             case.script(self, *case.arguments)
             if self.servers and self.server.process.poll() is None:

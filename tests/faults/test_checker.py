@@ -1,4 +1,6 @@
-"""The checker accepts sound histories of both dialects and finds each way to break an invariant. No server needed."""
+"""The checker accepts sound histories of both dialects and finds each way to break an invariant. No
+server needed.
+"""
 
 import copy
 from collections.abc import Callable
@@ -17,28 +19,71 @@ HEADERS = {"x-request-id": "a1"}
 def token(index: int, last: bool = False) -> dict[str, Any]:
     details = {"finish_reason": "length", "generated_tokens": 3} if last else None
     text = {"generated_text": "abc" if last else None, "details": details}
-    return {"index": index, "token": {"id": index + 10, "text": "abc"[index - 1], "special": False}, **text}
+    return {
+        "index": index,
+        "token": {"id": index + 10, "text": "abc"[index - 1], "special": False},
+        **text,
+    }
 
 
 def chunk(index: int, last: bool = False) -> dict[str, Any]:
-    choice = {"text": "abc"[index - 1], "token_ids": [index + 10], "finish_reason": "length" if last else None}
+    choice = {
+        "text": "abc"[index - 1],
+        "token_ids": [index + 10],
+        "finish_reason": "length" if last else None,
+    }
     return {"choices": [choice]}
 
 
 STREAMS: dict[str, list[Any]] = {
     "tgi": [token(1), token(2), token(3, last=True)],
-    "openai": [chunk(1), chunk(2), chunk(3, last=True), {"choices": [], "usage": {"completion_tokens": 3}}, "[DONE]"],
+    "openai": [
+        chunk(1),
+        chunk(2),
+        chunk(3, last=True),
+        {"choices": [], "usage": {"completion_tokens": 3}},
+        "[DONE]",
+    ],
 }
 ERRORS: dict[str, Any] = {
     "tgi": {"error": "it failed", "error_type": "generation"},
-    "openai": {"error": {"message": "it failed", "type": "InternalServerError", "param": None, "code": "out_of_memory"}},
+    "openai": {
+        "error": {
+            "message": "it failed",
+            "type": "InternalServerError",
+            "param": None,
+            "code": "out_of_memory",
+        }
+    },
 }
 
 
-def records(dialect: str, number: int = 1, data: list[Any] | None = None, status: int = 200, how: str = "eof") -> Records:
+def records(
+    dialect: str,
+    number: int = 1,
+    data: list[Any] | None = None,
+    status: int = 200,
+    how: str = "eof",
+) -> Records:
     data = copy.deepcopy(STREAMS[dialect] if data is None else data)
-    told: Records = [{"kind": "sent", "request": number, "dialect": dialect, "canary": f"canary{number}", "body": {}}]
-    told.append({"kind": "head", "request": number, "status": status, "headers": dict(HEADERS), "streamed": status == 200})
+    told: Records = [
+        {
+            "kind": "sent",
+            "request": number,
+            "dialect": dialect,
+            "canary": f"canary{number}",
+            "body": {},
+        }
+    ]
+    told.append(
+        {
+            "kind": "head",
+            "request": number,
+            "status": status,
+            "headers": dict(HEADERS),
+            "streamed": status == 200,
+        }
+    )
     told += [{"kind": "event", "request": number, "data": event} for event in data]
     told += [{"kind": "end", "request": number, "how": how}]
     told += [{"kind": "oracle", "request": number, "tokens": [11, 12, 13], "text": "abc"}]
@@ -53,7 +98,11 @@ def data_of(told: Records) -> list[Any]:
 def test_sound_histories_are_accepted(dialect: str, tmp_path: Path) -> None:
     done = ["[DONE]"] if dialect == "openai" else []
     failed = [*STREAMS[dialect][:2], ERRORS[dialect], *done]
-    told = [*records(dialect), *records(dialect, 2, failed), *records(dialect, 3, STREAMS[dialect][:1], how="left")]
+    told = [
+        *records(dialect),
+        *records(dialect, 2, failed),
+        *records(dialect, 3, STREAMS[dialect][:1], how="left"),
+    ]
     told += records(dialect, 4, [ERRORS[dialect]], status=424)
     assert verdict(told) == []
     history = History(tmp_path / "h.jsonl")
@@ -151,23 +200,52 @@ BREAKS: list[tuple[str, str, Callable[[Records], None]]] = [
     ("I5", "openai", lambda told: tell(told, "[DONE]")),
     ("I5", "openai", lambda told: drop_event(told, -1)),
     ("I5", "openai", lambda told: tell(told, chunk(1))),
-    ("I7", "tgi", lambda told: told.extend(records("tgi", 2, [error_with("tgi", "canary1")], status=424))),
+    (
+        "I7",
+        "tgi",
+        lambda told: told.extend(records("tgi", 2, [error_with("tgi", "canary1")], status=424)),
+    ),
     ("I8", "tgi", change("head", t=100.0)),
     ("I9", "tgi", lambda told: told.extend(records("tgi", 2, [ERRORS["tgi"]], status=429))),
-    ("I9", "openai", lambda told: told.extend(records("openai", 2, [ERRORS["openai"]], status=503))),
+    (
+        "I9",
+        "openai",
+        lambda told: told.extend(records("openai", 2, [ERRORS["openai"]], status=503)),
+    ),
     ("I12", "tgi", change("head", headers={})),
     ("I12", "tgi", lambda told: told.extend(records("tgi", 2, [{"detail": "x"}], status=422))),
-    ("I12", "openai", lambda told: told.extend(records("openai", 2, [{"error": "x", "error_type": "y"}], status=400))),
+    (
+        "I12",
+        "openai",
+        lambda told: told.extend(
+            records("openai", 2, [{"error": "x", "error_type": "y"}], status=400)
+        ),
+    ),
 ]
 BREAKS += [
-    ("I12", dialect, lambda told, dialect=dialect, leak=leak: told.extend(records(dialect, 2, [error_with(dialect, leak)], status=500)))
+    (
+        "I12",
+        dialect,
+        lambda told, dialect=dialect, leak=leak: told.extend(
+            records(dialect, 2, [error_with(dialect, leak)], status=500)
+        ),
+    )
     for dialect in STREAMS
-    for leak in ("Traceback (most recent", 'in File "x"', "at 0x7f0011223344", "of /home/user/onehead/x", "canary2 was your prompt", "")
+    for leak in (
+        "Traceback (most recent",
+        'in File "x"',
+        "at 0x7f0011223344",
+        "of /home/user/onehead/x",
+        "canary2 was your prompt",
+        "",
+    )
 ]
 
 
 @pytest.mark.parametrize(("invariant", "dialect", "break_it"), BREAKS)
-def test_what_breaks_an_invariant_is_found(invariant: str, dialect: str, break_it: Callable[[Records], Any]) -> None:
+def test_what_breaks_an_invariant_is_found(
+    invariant: str, dialect: str, break_it: Callable[[Records], Any]
+) -> None:
     told = records(dialect)
     break_it(told)
     assert any(f" {invariant}: " in problem for problem in verdict(told)), verdict(told)

@@ -1,8 +1,11 @@
-"""Sampling: each parameter does what it says, draws have the right distribution, and nothing but the row's own data decides."""
+"""Sampling: each parameter does what it says, draws have the right distribution, and nothing but
+the row's own data decides.
+"""
 
 import math
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -26,8 +29,12 @@ def token_of(drawn: SampledToken | SampleError) -> int:
     return drawn.token
 
 
-@pytest.mark.skipif(library() is None, reason="without the kernels, the normaliser's bits depend on the batch")
-@pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(top_p=0.9), Sampling(typical_p=0.7)])
+@pytest.mark.skipif(
+    library() is None, reason="without the kernels, the normaliser's bits depend on the batch"
+)
+@pytest.mark.parametrize(
+    "sampling", [Sampling(temperature=0.0), Sampling(top_p=0.9), Sampling(typical_p=0.7)]
+)
 def test_a_row_alone_has_the_bits_of_one_in_company(sampling: Sampling) -> None:
     """So large that torch sums a single row by several threads."""
     torch.manual_seed(0)
@@ -37,20 +44,32 @@ def test_a_row_alone_has_the_bits_of_one_in_company(sampling: Sampling) -> None:
     try:
         torch.set_num_threads(2)
         together = draw(logits, samples)
-        assert [draw(logits[i : i + 1], [sample])[0] for i, sample in enumerate(samples)] == together
+        assert [
+            draw(logits[i : i + 1], [sample])[0] for i, sample in enumerate(samples)
+        ] == together
         targets = [3] * 12
-        assert [Scores(CPU, logits[i : i + 1], [3], [2]).read()[0] for i in range(12)] == Scores(CPU, logits, targets, [2] * 12).read()
+        assert [Scores(CPU, logits[i : i + 1], [3], [2]).read()[0] for i in range(12)] == Scores(
+            CPU, logits, targets, [2] * 12
+        ).read()
     finally:
         torch.set_num_threads(threads)
 
 
-def tokens(sampling: Sampling, draws: int = 400, logits: torch.Tensor = LOGITS, **sample: object) -> Counter[int]:
+def tokens(
+    sampling: Sampling, draws: int = 400, logits: torch.Tensor = LOGITS, **sample: object
+) -> Counter[int]:
     """How often each token comes up over many seeds."""
-    rows = [Sample(replace(sampling, seed=seed), [], **{"output": [], **sample}) for seed in range(draws)]  # type: ignore[arg-type]
+    given: dict[str, Any] = {"output": [], **sample}
+    rows = [Sample(replace(sampling, seed=seed), [], **given) for seed in range(draws)]
     return Counter(token_of(drawn) for drawn in draw(logits.expand(draws, -1), rows))
 
 
-def one(sampling: Sampling, logits: torch.Tensor = LOGITS, prompt: list[int] | None = None, output: list[int] | None = None) -> int:
+def one(
+    sampling: Sampling,
+    logits: torch.Tensor = LOGITS,
+    prompt: list[int] | None = None,
+    output: list[int] | None = None,
+) -> int:
     return token_of(draw(logits[None], [Sample(sampling, prompt or [], output or [])])[0])
 
 
@@ -71,7 +90,11 @@ def test_draws_follow_the_distribution() -> None:
 
 
 def test_temperature_sharpens_and_flattens() -> None:
-    assert tokens(Sampling(temperature=0.3))[0] > tokens(Sampling())[0] > tokens(Sampling(temperature=2.0))[0]
+    assert (
+        tokens(Sampling(temperature=0.3))[0]
+        > tokens(Sampling())[0]
+        > tokens(Sampling(temperature=2.0))[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,7 +134,10 @@ def test_frequency_counts_and_presence_does_not_and_neither_reads_the_prompt() -
     assert one(replace(GREEDY, frequency_penalty=0.6), logits, output=[0, 0]) == 1
     assert one(replace(GREEDY, presence_penalty=0.6), logits, output=[0, 0, 0]) == 0
     assert one(replace(GREEDY, presence_penalty=1.1), logits, output=[0]) == 1
-    assert one(replace(GREEDY, presence_penalty=2.0, frequency_penalty=2.0), logits, prompt=[0, 0, 0]) == 0
+    assert (
+        one(replace(GREEDY, presence_penalty=2.0, frequency_penalty=2.0), logits, prompt=[0, 0, 0])
+        == 0
+    )
 
 
 def test_bias_and_forbidden_tokens() -> None:
@@ -123,7 +149,9 @@ def test_bias_and_forbidden_tokens() -> None:
 
 
 def test_the_logprob_is_the_models_own() -> None:
-    (drawn,) = draw(LOGITS[None], [Sample(Sampling(temperature=0.0, logit_bias={3: 100.0}), [], [])])
+    (drawn,) = draw(
+        LOGITS[None], [Sample(Sampling(temperature=0.0, logit_bias={3: 100.0}), [], [])]
+    )
     assert drawn.logprob == pytest.approx(math.log(PROBS[3]), abs=1e-6)
 
 
@@ -143,7 +171,9 @@ sampling_strategy = st.builds(
 
 
 @given(st.lists(sampling_strategy, min_size=1, max_size=6), st.integers(0, 2**31))
-def test_a_row_draws_the_same_alone_and_in_any_company(samplings: list[Sampling], seed: int) -> None:
+def test_a_row_draws_the_same_alone_and_in_any_company(
+    samplings: list[Sampling], seed: int
+) -> None:
     logits = torch.randn(len(samplings), 50, generator=torch.Generator().manual_seed(seed)) * 3
     rows = [Sample(s, [1, 2, 3], [4, 4, 5], forbidden=[7]) for s in samplings]
     together = draw(logits, rows)
@@ -158,11 +188,16 @@ def test_the_noise_is_a_pure_function(seed: int, choice: int, index: int) -> Non
 
 
 def test_all_of_the_seed_counts() -> None:
-    assert len({float(philox_exponentials(7 + (bit << 32), 0, 0, 1)[0]) for bit in range(1000)}) == 1000
+    assert (
+        len({float(philox_exponentials(7 + (bit << 32), 0, 0, 1)[0]) for bit in range(1000)})
+        == 1000
+    )
 
 
 def test_the_last_bits_of_the_logits_decide_no_draw() -> None:
-    """Other batches and replays round otherwise. Drawn by cumulative sums, 44 of these 20,000 draws differ."""
+    """Other batches and replays round otherwise. Drawn by cumulative sums, 44 of these 20,000 draws
+    differ.
+    """
     generator = torch.Generator().manual_seed(5)
     differ = 0
     for batch in range(20):
@@ -170,7 +205,11 @@ def test_the_last_bits_of_the_logits_decide_no_draw() -> None:
         rounded = logits + 5e-4 * (torch.rand(logits.shape, generator=generator) - 0.5)
         rows = [Sample(Sampling(temperature=0.8, seed=batch), [], [1] * i) for i in range(1000)]
         pairs = zip(draw(logits, rows), draw(rounded, rows), strict=True)
-        differ += sum(one.token != other.token for one, other in pairs if isinstance(one, SampledToken) and isinstance(other, SampledToken))
+        differ += sum(
+            one.token != other.token
+            for one, other in pairs
+            if isinstance(one, SampledToken) and isinstance(other, SampledToken)
+        )
     assert differ <= 5
 
 
@@ -183,7 +222,12 @@ def test_typical_sampling_keeps_what_is_nearest_to_the_entropy() -> None:
 
 
 def test_the_noise_differs_in_each_argument_and_is_exponential() -> None:
-    values = {float(philox_exponentials(s, c, i, 1)[0]) for s in range(20) for c in range(20) for i in range(20)}
+    values = {
+        float(philox_exponentials(s, c, i, 1)[0])
+        for s in range(20)
+        for c in range(20)
+        for i in range(20)
+    }
     assert len(values) == 8000
     for bound in (0.1, 0.5, 1.0, 2.0):
         assert abs(sum(value < bound for value in values) / 8000 - (1 - math.exp(-bound))) < 0.02
@@ -191,8 +235,12 @@ def test_the_noise_differs_in_each_argument_and_is_exponential() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_row_that_is_not_finite_draws_nothing_and_its_neighbours_are_untouched(bad: float, temperature: float) -> None:
-    rows = [Sample(Sampling(temperature=temperature, top_p=0.9, seed=seed), [], []) for seed in range(3)]
+def test_a_row_that_is_not_finite_draws_nothing_and_its_neighbours_are_untouched(
+    bad: float, temperature: float
+) -> None:
+    rows = [
+        Sample(Sampling(temperature=temperature, top_p=0.9, seed=seed), [], []) for seed in range(3)
+    ]
     clean = LOGITS.expand(3, -1).clone()
     broken = clean.clone()
     broken[1, 2] = bad
@@ -205,7 +253,9 @@ def test_a_row_that_is_not_finite_draws_nothing_and_its_neighbours_are_untouched
 
 
 def test_tokens_that_are_named_are_reported_instead_of_the_likeliest() -> None:
-    """Each row has its own, whatever else is in the batch, and under the model's own distribution whatever bias the draw has."""
+    """Each row has its own, whatever else is in the batch, and under the model's own distribution
+    whatever bias the draw has.
+    """
     logits_SV = torch.randn(4, 50, generator=torch.Generator().manual_seed(1)) * 4
     logprobs_SV = logits_SV.log_softmax(dim=-1)
     samplings = [
@@ -214,11 +264,21 @@ def test_tokens_that_are_named_are_reported_instead_of_the_likeliest() -> None:
         Sampling(1.0, logprob_token_ids=[0], logit_bias={0: 9.0}),
         Sampling(0.0),
     ]
-    samples = [Sample(sampling, [1], [], num_top=num_top) for sampling, num_top in zip(samplings, (2, 2, 0, 0), strict=True)]
+    samples = [
+        Sample(sampling, [1], [], num_top=num_top)
+        for sampling, num_top in zip(samplings, (2, 2, 0, 0), strict=True)
+    ]
     together = draw(logits_SV, samples)
     for i, drawn in enumerate(together):
         (alone,) = draw(logits_SV[i : i + 1], samples[i : i + 1])
-        assert isinstance(drawn, SampledToken) and isinstance(alone, SampledToken) and drawn.top == alone.top
+        assert (
+            isinstance(drawn, SampledToken)
+            and isinstance(alone, SampledToken)
+            and drawn.top == alone.top
+        )
         likeliest = logprobs_SV[i].topk(samples[i].num_top).indices.tolist()
         assert [id for id, _ in drawn.top] == (list(samplings[i].logprob_token_ids) or likeliest)
-        assert all(logprob == pytest.approx(logprobs_SV[i, id].item(), abs=1e-5) for id, logprob in drawn.top)
+        assert all(
+            logprob == pytest.approx(logprobs_SV[i, id].item(), abs=1e-5)
+            for id, logprob in drawn.top
+        )

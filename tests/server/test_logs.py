@@ -25,7 +25,13 @@ def test_a_json_line_has_the_request_and_its_fields() -> None:
     logs.request_id.set("abc")
     line = json.loads(logs.JsonFormatter().format(record("took %d", 3, fields={"status": 200})))
     assert line.pop("time").endswith("+00:00")
-    assert line == {"level": "warning", "logger": "onehead.test", "message": "took 3", "request_id": "abc", "status": 200}
+    assert line == {
+        "level": "warning",
+        "logger": "onehead.test",
+        "message": "took 3",
+        "request_id": "abc",
+        "status": 200,
+    }
     logs.request_id.set("")
 
 
@@ -51,8 +57,12 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(("stream", "shown"), [(Terminal(), "\x1b[2Kone\r\x1b[2Ktwo\r"), (io.StringIO(), "")])
-def test_a_terminal_shows_a_text_that_the_next_line_is_written_over(stream: io.StringIO, shown: str) -> None:
+@pytest.mark.parametrize(
+    ("stream", "shown"), [(Terminal(), "\x1b[2Kone\r\x1b[2Ktwo\r"), (io.StringIO(), "")]
+)
+def test_a_terminal_shows_a_text_that_the_next_line_is_written_over(
+    stream: io.StringIO, shown: str
+) -> None:
     sink = logs.Sink(stream)
     sink.setFormatter(logging.Formatter("%(message)s"))
     sink.show("one")
@@ -110,7 +120,10 @@ def test_a_line_is_bounded_whatever_it_shows(form: type[logging.Formatter], lett
         failed = record("failed: %s", letter * 10**6)
         failed.exc_info = sys.exc_info()
     line = form().format(failed)
-    assert len(line) < 12 * (logs.MAX_MESSAGE_CHARS + logs.MAX_TRACE_CHARS) + 500 and "(1000008 characters)" in line
+    assert (
+        len(line) < 12 * (logs.MAX_MESSAGE_CHARS + logs.MAX_TRACE_CHARS) + 500
+        and "(1000008 characters)" in line
+    )
 
 
 def test_a_line_that_cannot_be_formatted_is_dropped() -> None:
@@ -133,5 +146,16 @@ except ZeroDivisionError:
 logging.shutdown()
 os._exit(1)
 """
-    done = subprocess.run([sys.executable, "-c", last], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1 and "the engine has failed" in done.stderr and "ZeroDivisionError" in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", last],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (
+        done.returncode == 1
+        and "the engine has failed" in done.stderr
+        and "ZeroDivisionError" in done.stderr
+    )

@@ -27,7 +27,11 @@ def test_a_bitmap_has_a_bit_for_each_id() -> None:
 
 
 def test_every_field_of_a_draw_reaches_the_engine() -> None:
-    untouched = [field.name for field in fields(FILLED) if getattr(FILLED, field.name) == getattr(protocol.Sampling(), field.name)]
+    untouched = [
+        field.name
+        for field in fields(FILLED)
+        if getattr(FILLED, field.name) == getattr(protocol.Sampling(), field.name)
+    ]
     assert untouched == [], "give each field of Sampling a value of its own above"
     submit = protocol.Submit(1, [1], [], 5, 0, [0], FILLED)
     assert protocol.decode_to_engine(protocol.encode(submit)) == submit

@@ -35,36 +35,57 @@ def test_an_address_is_free_once_its_server_has_ended_though_connections_linger(
     with bind("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)), listener.accept()[0] as connection:
-            connection.shutdown(socket.SHUT_RDWR)  # The server closes first, so that its side stays in TIME_WAIT.
+            connection.shutdown(
+                socket.SHUT_RDWR
+            )  # The server closes first, so that its side stays in TIME_WAIT.
     bind("127.0.0.1", port).close()
 
 
 def test_the_start_up_line_names_what_computes() -> None:
     line = in_words(READY)
-    assert line.startswith("hash, 0.0M parameters in float32 on cpu, by torch, not batch-invariant;")
+    assert line.startswith(
+        "hash, 0.0M parameters in float32 on cpu, by torch, not batch-invariant;"
+    )
     assert line.endswith("32 pages of 8, up to 64 tokens a sequence")
 
 
 def test_of_a_gpu_it_names_the_card_its_free_memory_and_the_graphs() -> None:
     hardware = "NVIDIA H100 80GB HBM3 (compute capability 9.0, driver 580.95.05, CUDA 13.0)"
-    line = in_words(replace(READY, device="cuda", hardware=hardware, device_memory=(7 * GIB, 79 * GIB), num_graphs=104))
+    line = in_words(
+        replace(
+            READY,
+            device="cuda",
+            hardware=hardware,
+            device_memory=(7 * GIB, 79 * GIB),
+            num_graphs=104,
+        )
+    )
     assert f" in float32 on {hardware}, by torch" in line
-    assert line.endswith("up to 64 tokens a sequence; 7.0 of 79.0 GiB of GPU memory are free, 104 CUDA graphs")
+    assert line.endswith(
+        "up to 64 tokens a sequence; 7.0 of 79.0 GiB of GPU memory are free, 104 CUDA graphs"
+    )
 
 
 def test_it_says_how_the_weights_of_a_gguf_file_are_held() -> None:
     line = in_words(replace(READY, quantization="int4+int8", block_forms={"int8": 57, "int4": 126}))
-    assert "parameters as in the file (126 matrices in int4 blocks and 57 matrices in int8 blocks) on cpu, by torch" in line
+    assert (
+        "parameters as in the file (126 matrices in int4 blocks and 57 matrices in int8 blocks) "
+        "on cpu, by torch" in line
+    )
 
 
-def test_a_hangup_at_any_moment_of_the_start_ends_nothing_and_is_not_missed(tmp_path: Path, tiny_folder: Path) -> None:
+def test_a_hangup_at_any_moment_of_the_start_ends_nothing_and_is_not_missed(
+    tmp_path: Path, tiny_folder: Path
+) -> None:
     """Keys that are removed while the engine is loaded are not valid once the server is ready."""
     keys = tmp_path / "keys.toml"
     digest = hashlib.sha256(b"old").hexdigest()
     keys.write_text(f'[[key]]\nname = "old"\nsha256 = "{digest}"\n')
     server = ServerProcess(tiny_folder, "--server.api_keys_file", str(keys), wait=False)
     try:
-        wait_until(lambda: engines(server.process.pid), "an engine is started, so the keys have been read")
+        wait_until(
+            lambda: engines(server.process.pid), "an engine is started, so the keys have been read"
+        )
         keys.write_text("")
         server.process.send_signal(signal.SIGHUP)
         server.wait_started()
@@ -96,7 +117,18 @@ def test_a_full_standard_output_is_not_waited_for(tiny_folder: Path) -> None:
             break
     os.set_blocking(writing, True)
     port = free_port()
-    command = [sys.executable, "-m", "commands.cli", "serve", "--model", str(tiny_folder), "--port", str(port), "--server.lb_grace", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "commands.cli",
+        "serve",
+        "--model",
+        str(tiny_folder),
+        "--port",
+        str(port),
+        "--server.lb_grace",
+        "0",
+    ]
     process = subprocess.Popen(command, stdout=writing, stderr=subprocess.DEVNULL, cwd=ROOT)
     try:
         wait_until(lambda: status_of(port, "/ready") == 200, "ready")
@@ -113,7 +145,10 @@ def test_a_full_standard_output_is_not_waited_for(tiny_folder: Path) -> None:
 def test_probes_have_places_when_all_connections_are_taken(tiny_folder: Path) -> None:
     with ServerProcess(tiny_folder, "--server.max_connections", "2") as server:
         taken = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(2)]
-        assert wait_until(lambda: server.get("/live")[0] == 200 and server.get("/info")[0] == 503, "a third connection is one too many")
+        assert wait_until(
+            lambda: server.get("/live")[0] == 200 and server.get("/info")[0] == 503,
+            "a third connection is one too many",
+        )
         assert (server.get("/ready")[0], server.get("/metrics")[0]) == (200, 200)
         status, body = server.get("/v1/models")
         assert status == 503 and "2 connections are open" in json.loads(body)["error"]["message"]
@@ -141,7 +176,10 @@ def test_an_answer_does_not_wait_for_an_acknowledgement(tiny_folder: Path) -> No
 
 def test_a_stream_ends_with_its_connection_on_http_1_0(tiny_folder: Path) -> None:
     text = json.dumps({"prompt": "a", "max_tokens": 8, "stream": True, "ignore_eos": True})
-    with ServerProcess(tiny_folder) as server, socket.create_connection(("127.0.0.1", server.port), timeout=DEADLINE) as connection:
+    with (
+        ServerProcess(tiny_folder) as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=DEADLINE) as connection,
+    ):
         lines = [
             "POST /v1/completions HTTP/1.0",
             "connection: keep-alive",
@@ -151,6 +189,12 @@ def test_a_stream_ends_with_its_connection_on_http_1_0(tiny_folder: Path) -> Non
         connection.sendall("\r\n".join([*lines, "", text]).encode())
         data = b"".join(iter(lambda: connection.recv(2**16), b""))
     head, _, answer = data.decode().partition("\r\n\r\n")
-    assert "transfer-encoding" not in head and "content-length" not in head and "connection: close" in head
+    assert (
+        "transfer-encoding" not in head
+        and "content-length" not in head
+        and "connection: close" in head
+    )
     events = answer.removesuffix("\n\n").split("\n\n")
-    assert events[-1] == "data: [DONE]" and all(json.loads(event.removeprefix("data: ")) for event in events[:-1])
+    assert events[-1] == "data: [DONE]" and all(
+        json.loads(event.removeprefix("data: ")) for event in events[:-1]
+    )

@@ -1,6 +1,8 @@
-"""Checks of a simulated history: of each request when it has ended, and of the server when there is nothing left to do.
+"""Checks of a simulated history: of each request when it has ended, and of the server when there is
+nothing left to do.
 
-Every token is the oracle's; every failure has a planted cause; all pages and bytes are accounted for.
+Every token is the oracle's; every failure has a planted cause; all pages and bytes are accounted
+for.
 """
 
 from heapq import heappop
@@ -43,28 +45,46 @@ def oracle(choice: Choice, windows: bool) -> list[int]:
 
 
 def check_tokens(choice: Choice, windows: bool, drift: bool) -> int:
-    """Checks that every token is right at its index. Returns the length of the whole output, if it can be known."""
+    """Checks that every token is right at its index. Returns the length of the whole output, if it
+    can be known.
+    """
     tokens = choice.tokens
     if drift:
         states = chain(tokens, choice.states[-1])
         before = choice.states[-1]
         for index, token in enumerate(tokens):
             may_end = index >= choice.min_new or 0 not in choice.stops
-            if token not in (draw(before, choice.seed, END_RATE, may_end), draw(before, choice.seed + DRIFT, END_RATE, may_end)):
-                raise Violation(f"sequence {choice.id}: token {index} of {tokens} does not follow from those before it")
+            if token not in (
+                draw(before, choice.seed, END_RATE, may_end),
+                draw(before, choice.seed + DRIFT, END_RATE, may_end),
+            ):
+                raise Violation(
+                    f"sequence {choice.id}: token {index} of {tokens} does not follow from those "
+                    "before it"
+                )
             before = states[index]
         whole = len(tokens) if choice.finish else choice.max_new
     else:
         expected = oracle(choice, windows)
         whole = len(expected)
         if tokens != expected[: len(tokens)] or (choice.finish and len(tokens) != whole):
-            raise Violation(f"sequence {choice.id} has {tokens}, finish {choice.finish}; expected {expected}")
+            raise Violation(
+                f"sequence {choice.id} has {tokens}, finish {choice.finish}; expected {expected}"
+            )
     if choice.finish and choice.finish != ("eos_token" if tokens[-1] in choice.stops else "length"):
-        raise Violation(f"sequence {choice.id} ended as {choice.finish} with {tokens} of {choice.max_new}")
+        raise Violation(
+            f"sequence {choice.id} ended as {choice.finish} with {tokens} of {choice.max_new}"
+        )
     if choice.finish == "length" and len(tokens) != choice.max_new:
         raise Violation(f"sequence {choice.id} ended at {len(tokens)} tokens of {choice.max_new}")
-    if choice.scores and tokens and choice.scored != [-float(position) for position in range(1, len(choice.prompt))]:
-        raise Violation(f"sequence {choice.id} has scores {choice.scored} of a prompt of {len(choice.prompt)}")
+    if (
+        choice.scores
+        and tokens
+        and choice.scored != [-float(position) for position in range(1, len(choice.prompt))]
+    ):
+        raise Violation(
+            f"sequence {choice.id} has scores {choice.scored} of a prompt of {len(choice.prompt)}"
+        )
     return whole
 
 
@@ -77,14 +97,23 @@ def check_outcome(world: "World", request: Request) -> None:
             continue
         whole = check_tokens(choice, world.windows, world.drift)
         if choice.finish and _must_fail(choice, whole):
-            raise Violation(f"sequence {choice.id} finished with {len(choice.tokens)} tokens in spite of: {choice.fault}")
+            raise Violation(
+                f"sequence {choice.id} finished with {len(choice.tokens)} tokens in spite of: "
+                f"{choice.fault}"
+            )
     if request.outcome == "finished":
         if not all(choice.finish for choice in request.choices):
             raise Violation("a request has finished before its choices")
     elif request.outcome != "cancelled":
         assert request.blamed is not None
-        if world.scenario.only_requests_fail and not request.blamed.fault and not world.may_lack_memory:
-            raise Violation(f"sequence {request.blamed.id} has failed as {request.outcome} for another's fault")
+        if (
+            world.scenario.only_requests_fail
+            and not request.blamed.fault
+            and not world.may_lack_memory
+        ):
+            raise Violation(
+                f"sequence {request.blamed.id} has failed as {request.outcome} for another's fault"
+            )
         _check_excuse(world, request.outcome, request.blamed)
 
 
@@ -101,7 +130,11 @@ def _check_excuse(world: "World", outcome: str, choice: Choice) -> None:
     """Checks that there is a cause for a failure."""
     state = world.supervisor.state
     if outcome == "request_quarantined":
-        deaths = sum(engine.dead for engine in world.engines) if world.harmed else sum(number == 1 for number in choice.deaths)
+        deaths = (
+            sum(engine.dead for engine in world.engines)
+            if world.harmed
+            else sum(number == 1 for number in choice.deaths)
+        )
         excused = choice.fault.startswith("poison") or deaths >= CRASHES_ALONE
     elif outcome == "engine_unavailable":
         excused = bool(world.seen["path: lost"]) or state not in LIVE
@@ -111,12 +144,20 @@ def _check_excuse(world: "World", outcome: str, choice: Choice) -> None:
         excused = True
     else:
         # A grammar fails over the token after which it cannot continue, which has been delivered.
-        at = 0 if choice.fault == "admission" else choice.fails_at + (choice.fault in ("grammar", "refuse"))
-        # Its last tokens before may have been left out, or have been those of a run that was called off.
+        at = (
+            0
+            if choice.fault == "admission"
+            else choice.fails_at + (choice.fault in ("grammar", "refuse"))
+        )
+        # Its last tokens before may have been left out, or have been those of a run that was called
+        # off.
         early = len(choice.tokens) < at and (world.harmed or choice.recalled)
         excused = CODES.get(choice.fault) == outcome and (len(choice.tokens) == at or early)
     if not excused:
-        what = f"{choice.fault or 'nothing'} at {choice.fails_at}, {len(choice.tokens)} tokens, deaths {choice.deaths}"
+        what = (
+            f"{choice.fault or 'nothing'} at {choice.fails_at}, {len(choice.tokens)} tokens, "
+            f"deaths {choice.deaths}"
+        )
         raise Violation(f"sequence {choice.id} failed as {outcome} without a reason: {what}")
 
 
@@ -131,7 +172,9 @@ def check_idle(world: "World", heap: list[Any]) -> None:
     if world.supervisor.state is not State.READY:
         return
     scheduler = world.engines[-1].core.scheduler
-    if not world.engines[-1].hung and (scheduler.allocator.num_owned or scheduler.allocator.num_available != world.scenario.pages):
+    if not world.engines[-1].hung and (
+        scheduler.allocator.num_owned or scheduler.allocator.num_available != world.scenario.pages
+    ):
         raise Violation(f"{scheduler.allocator.num_owned} pages are owned by no sequence")
 
 
@@ -145,19 +188,30 @@ def _at_rest(world: "World") -> bool:
 
 
 def check_ends(world: "World") -> None:
-    """Streams at the end: their owner can still read what is kept, other owners cannot, and the byte count is right."""
+    """Streams at the end: their owner can still read what is kept, other owners cannot, and the
+    byte count is right.
+    """
     store = world.store
-    kept = [r.buffer for r in world.requests if r.buffer is not None and r.buffer.id in store._streams]
+    kept = [
+        r.buffer for r in world.requests if r.buffer is not None and r.buffer.id in store._streams
+    ]
     if store.num_bytes != sum(buffer.num_bytes for buffer in kept):
-        raise Violation(f"the store counts {store.num_bytes} bytes for {[buffer.num_bytes for buffer in kept]}")
-    if any(buffer.num_bytes > store.retention.stream_bytes for buffer in kept) or store.num_bytes > store.retention.total_bytes:
+        raise Violation(
+            f"the store counts {store.num_bytes} bytes for {[buffer.num_bytes for buffer in kept]}"
+        )
+    if (
+        any(buffer.num_bytes > store.retention.stream_bytes for buffer in kept)
+        or store.num_bytes > store.retention.total_bytes
+    ):
         raise Violation(f"the store keeps {store.num_bytes} bytes")
     for request in world.requests:
         if request.buffer is None:
             continue
         if request.find("somebody else") is not None:
             raise Violation("a stream is given to somebody else")
-        left = [follower for follower in request.followers if not follower.gone and follower.superseded]
+        left = [
+            follower for follower in request.followers if not follower.gone and follower.superseded
+        ]
         if left:
             raise Violation(f"{len(left)} readers do not know that they are superseded")
         follower = Follower(request, int(world.random() * (len(request.log) + 1)))

@@ -1,7 +1,9 @@
-"""The clients of a simulated server: whose requests are whose, and the check that no client is passed over.
+"""The clients of a simulated server: whose requests are whose, and the check that no client is
+passed over.
 
-Invariant: a waiting sequence whose client may have more running is admitted before any of a client that was served more, unless that one
-has a right of its own to come first (its rank). It knows no pages: where the first in turn does not fit, no other may be admitted either.
+Invariant: a waiting sequence whose client may have more running is admitted before any of a client
+that was served more, unless that one has a right of its own to come first (its rank). It knows no
+pages: where the first in turn does not fit, no other may be admitted either.
 """
 
 import random
@@ -21,10 +23,17 @@ QUANTUM = 3
 
 
 def give_clients(scenario: "Scenario", seed: int) -> None:
-    """Divides the requests of a scenario among two or three clients, some with a weight, a limit or a rank of their own."""
+    """Divides the requests of a scenario among two or three clients, some with a weight, a limit or
+    a rank of their own.
+    """
     rng = random.Random(f"clients of {seed}")
     shares = [
-        Share(name, rng.choice([0.5, 1.0, 1.0, 3.0]), rng.choice([0, 0, 1, 2]), rng.choice([0, 0, 0, 0, 1]))
+        Share(
+            name,
+            rng.choice([0.5, 1.0, 1.0, 3.0]),
+            rng.choice([0, 0, 1, 2]),
+            rng.choice([0, 0, 0, 0, 1]),
+        )
         for name in "abc"[: rng.randint(2, 3)]
     ]
     for call in scenario.calls:
@@ -35,7 +44,9 @@ def give_clients(scenario: "Scenario", seed: int) -> None:
 
 @dataclass
 class Turns:
-    """The order in which one engine admits sequences. `check` is to be called after each of its operations."""
+    """The order in which one engine admits sequences. `check` is to be called after each of its
+    operations.
+    """
 
     _running: set[int] = field(default_factory=set)
     _served: dict[str, float] = field(default_factory=dict)
@@ -50,22 +61,35 @@ class Turns:
         for sequence in scheduler.running.values():
             account = sequence.account
             if 0 < account.max_running < held[account.client]:
-                raise Violation(f"client {account.client} has {held[account.client]} running, and may have {account.max_running}")
+                raise Violation(
+                    f"client {account.client} has {held[account.client]} running, and may have "
+                    f"{account.max_running}"
+                )
             if sequence.id not in self._running:
                 self._check_admitted(sequence, scheduler, held)
         self._running = set(scheduler.running)
-        self._served = {sequence.account.client: sequence.account.served for sequence in scheduler.waiting.values()}
+        self._served = {
+            sequence.account.client: sequence.account.served
+            for sequence in scheduler.waiting.values()
+        }
         self._first = [head for head in scheduler.waiting.heads() if _may_run(head, held)]
 
-    def _check_admitted(self, sequence: Sequence, scheduler: Scheduler, held: dict[str, int]) -> None:
+    def _check_admitted(
+        self, sequence: Sequence, scheduler: Scheduler, held: dict[str, int]
+    ) -> None:
         served = self._served.get(sequence.account.client)
         if served is None:  # It has come since.
             return
         for head in self._first:
-            passed_over = head.id in scheduler.waiting and head.account is not sequence.account and _may_run(head, held)
+            passed_over = (
+                head.id in scheduler.waiting
+                and head.account is not sequence.account
+                and _may_run(head, held)
+            )
             if passed_over and head.rank <= sequence.rank and head.account.served < served:
                 raise Violation(
-                    f"sequence {sequence.id} of client {sequence.account.client}, served {served}, is admitted before {head.id} of "
+                    f"sequence {sequence.id} of client {sequence.account.client}, served "
+                    f"{served}, is admitted before {head.id} of "
                     f"client {head.account.client}, served {head.account.served}"
                 )
 

@@ -1,8 +1,10 @@
-"""The simulated engine: the real Worker, EngineCore and Scheduler without a process, on a queue in place of a pipe.
+"""The simulated engine: the real Worker, EngineCore and Scheduler without a process, on a queue in
+place of a pipe.
 
-A Script says what goes wrong in the life of one engine: when it exits, hangs or garbles a frame, at which of its operations (each message
-received or sent, each plan before and after its computation). The pipe keeps its order and loses only what the script says; frames in it
-when the engine dies are delivered before the exit is known, as in transport.EngineProcess. It knows nothing of clients.
+A Script says what goes wrong in the life of one engine: when it exits, hangs or garbles a frame, at
+which of its operations (each message received or sent, each plan before and after its computation).
+The pipe keeps its order and loses only what the script says; frames in it when the engine dies are
+delivered before the exit is known, as in transport.EngineProcess. It knows nothing of clients.
 """
 
 import contextlib
@@ -87,7 +89,9 @@ class Script:
     def __str__(self) -> str:
         healthy = Script()
         differs = {field.name: getattr(self, field.name) for field in fields(self)}
-        return ", ".join(f"{name} {value}" for name, value in differs.items() if value != getattr(healthy, name))
+        return ", ".join(
+            f"{name} {value}" for name, value in differs.items() if value != getattr(healthy, name)
+        )
 
 
 ENTERING = "poison: enters"
@@ -95,7 +99,9 @@ ENTERING = "poison: enters"
 
 
 class SimulatedMasks(MaskProcesses):
-    """Simulated constraints, by the name of a grammar: they force tokens, or fail in one of four ways. An answer may take time."""
+    """Simulated constraints, by the name of a grammar: they force tokens, or fail in one of four
+    ways. An answer may take time.
+    """
 
     seen: Counter[str]
 
@@ -125,7 +131,9 @@ class SimulatedMasks(MaskProcesses):
 
 
 class SlowForcing(Forcing):
-    """A grammar that forces tokens; its answers take time, in some histories longer than a stall."""
+    """A grammar that forces tokens; its answers take time, in some histories longer than a
+    stall.
+    """
 
     def __init__(self, world: "World") -> None:
         super().__init__()
@@ -183,7 +191,9 @@ class Failing(SlowForcing):
 class FaultyRunner(Immediate):
     """A model whose plans fail as their requests and the script of the engine say."""
 
-    def __init__(self, engine: "SimulatedEngine", model: PagedHash | HashModel, layout: CacheLayout) -> None:
+    def __init__(
+        self, engine: "SimulatedEngine", model: PagedHash | HashModel, layout: CacheLayout
+    ) -> None:
         self.engine = engine
         self.model = model
         self.layout = layout
@@ -210,7 +220,11 @@ class FaultyRunner(Immediate):
         faults: dict[int, tuple[Row, str]] = {}
         for i, row in enumerate(plan.rows):
             choice = choices[row.sequence]
-            if choice.fault and row.sample is not None and 0 <= choice.fails_at - row.sample.index <= row.drafts:
+            if (
+                choice.fault
+                and row.sample is not None
+                and 0 <= choice.fails_at - row.sample.index <= row.drafts
+            ):
                 faults[i] = row, choice.fault
         return faults
 
@@ -238,14 +252,22 @@ class FaultyRunner(Immediate):
         if fault.startswith("poison"):
             seen[fault] += 1
             self.engine.poisoned = True
-            raise {"poison: kills": Died, "poison: hangs": Hung, "poison: crashes": Crashed}[fault]("poison")
+            raise {"poison: kills": Died, "poison: hangs": Hung, "poison: crashes": Crashed}[fault](
+                "poison"
+            )
 
     def _with(self, faults: dict[int, tuple[Row, str]], result: StepResult) -> StepResult:
         drawn, accepted = list(result.drawn), dict(result.accepted)
         for i, (row, fault) in faults.items():
-            if fault == "nan":  # Wherever in the row it is: its numbers reach the others through masked slots.
+            if (
+                fault == "nan"
+            ):  # Wherever in the row it is: its numbers reach the others through masked slots.
                 self.poisoned.spoil(row, self.layout)
-            place = 0 if fault == "nan" or row.sample is None else self.engine.world.choices[row.sequence].fails_at - row.sample.index
+            place = (
+                0
+                if fault == "nan" or row.sample is None
+                else self.engine.world.choices[row.sequence].fails_at - row.sample.index
+            )
             if fault in CAUSES and place <= len(accepted.get(i, ())):
                 drawn[i] = SampleError(fault, code=CAUSES[fault])
                 accepted[i] = accepted.get(i, ())[:place]
@@ -282,7 +304,13 @@ class Pipe:
 class SimulatedEngine:
     """One engine from spawn to exit, as returned by the supervisor's `spawn`."""
 
-    def __init__(self, world: "World", script: Script, on_message: Callable[[Any], None], on_exit: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        world: "World",
+        script: Script,
+        on_message: Callable[[Any], None],
+        on_exit: Callable[[int], None],
+    ) -> None:
         self.world = world
         self.script = script
         self.number = len(world.engines)
@@ -294,7 +322,8 @@ class SimulatedEngine:
         self.given: set[int] = set()
         """Every sequence that it was sent, perhaps after its death."""
         self.announced: set[int] = set()
-        """Sequences that the supervisor knows it was running: a message lost with the engine blames no sequence."""
+        """Sequences that the supervisor knows it was running: a message lost with the engine blames
+        no sequence."""
         self.loaded = False
         self.pipe = Pipe(self)
         self.turns = Turns()
@@ -309,21 +338,30 @@ class SimulatedEngine:
         scenario = world.scenario
         layout = scenario.layout
         model = world.new_model()
-        limits = Limits(scenario.pages, layout, scenario.max_context, scenario.max_running, scenario.step_tokens)
+        limits = Limits(
+            scenario.pages, layout, scenario.max_context, scenario.max_running, scenario.step_tokens
+        )
         scheduler = Scheduler(limits, self._drafter if scenario.speculates else None)
         self.runner = FaultyRunner(self, model, layout)
-        self.delayed = DelayedRunner(self.runner.run, self.runner.finish, self.runner.begin, world.random)
+        self.delayed = DelayedRunner(
+            self.runner.run, self.runner.finish, self.runner.begin, world.random
+        )
         self.core = EngineCore(scheduler, self.delayed if scenario.overlaps else self.runner)
         if world.sweeping:
             allocate = scheduler.allocator.allocate
-            scheduler.allocator.allocate = lambda count: self.operation("allocate") or allocate(count)  # type: ignore[func-returns-value, method-assign]
+            allocator: Any = scheduler.allocator
+            allocator.allocate = lambda count: self.operation("allocate") or allocate(count)  # type: ignore[func-returns-value]
         self.worker = Worker(self.pipe, self.core, SimulatedMasks(world))  # type: ignore[arg-type]
         world.at(world.now + script.load_seconds, self._load)
 
     def _drafter(self, sequence: Sequence) -> Drafter:
-        """Drafts from the model itself, some of them wrong: a history is too short for n-grams to repeat."""
+        """Drafts from the model itself, some of them wrong: a history is too short for n-grams to
+        repeat.
+        """
         give = self.world.next_token
-        return Guesser(sequence.prompt, lambda tokens: give(tokens, self.world.choices[sequence.id].seed))
+        return Guesser(
+            sequence.prompt, lambda tokens: give(tokens, self.world.choices[sequence.id].seed)
+        )
 
     # --- the supervisor's side
 
@@ -336,7 +374,11 @@ class SimulatedEngine:
             if isinstance(message, protocol.Cancel):
                 world.recall(message.id, self)  # What it had said before is still on its way.
             return
-        if self.script.lost_submits and isinstance(message, protocol.Submit) and world.random() < self.script.lost_submits:
+        if (
+            self.script.lost_submits
+            and isinstance(message, protocol.Submit)
+            and world.random() < self.script.lost_submits
+        ):
             world.harm("frame: a submission left out")
             return
         world.sent(message, self)
@@ -352,7 +394,9 @@ class SimulatedEngine:
     @property
     def quiet(self) -> bool:
         """Whether it is alive and idle."""
-        return self.loaded and not (self.dead or self.hung or self.pipe.inbox or self.core.scheduler.has_work)
+        return self.loaded and not (
+            self.dead or self.hung or self.pipe.inbox or self.core.scheduler.has_work
+        )
 
     # --- its process
 
@@ -376,7 +420,11 @@ class SimulatedEngine:
 
     def _beat(self, _: object) -> None:
         script = self.script
-        if self.dead or (self.hung and not script.beats_when_hung) or self._operations >= script.mute_at:
+        if (
+            self.dead
+            or (self.hung and not script.beats_when_hung)
+            or self._operations >= script.mute_at
+        ):
             return
         self.transmit(protocol.encode(protocol.Heartbeat(self.worker.progress())))
         self.world.at(self.world.now + self.world.scenario.heartbeat_seconds, self._beat)
@@ -423,7 +471,9 @@ class SimulatedEngine:
             raise Died
         if self._operations == self.script.hang_at:
             self.world.seen[f"hung: at {kind}"] += 1
-            self.world.seen["hung: and beats" if self.script.beats_when_hung else "hung: and is silent"] += 1
+            self.world.seen[
+                "hung: and beats" if self.script.beats_when_hung else "hung: and is silent"
+            ] += 1
             raise Hung
 
     def die(self, status: int) -> None:
@@ -453,7 +503,11 @@ class SimulatedEngine:
         self._frames += 1
         if self._frames == script.garbage_at:
             world.harm("frame: garbage")
-            frame = GARBAGE[int(world.random() * 4)] if world.random() < 0.5 else frame[: int(world.random() * len(frame))]
+            frame = (
+                GARBAGE[int(world.random() * 4)]
+                if world.random() < 0.5
+                else frame[: int(world.random() * len(frame))]
+            )
         if script.left_out and world.random() < script.left_out:
             world.harm("frame: left out")
             return

@@ -1,8 +1,8 @@
-"""The simulated front end: requests of one or more choices, their streams of numbered events in the real StreamStore, and clients that
-follow, leave, return and cancel.
+"""The simulated front end: requests of one or more choices, their streams of numbered events in the
+real StreamStore, and clients that follow, leave, return and cancel.
 
-Every delivery and every event is checked as it comes: tokens in order, nothing after the last, each number once for each reader. It knows
-nothing of engines.
+Every delivery and every event is checked as it comes: tokens in order, nothing after the last, each
+number once for each reader. It knows nothing of engines.
 """
 
 from dataclasses import dataclass, field
@@ -53,7 +53,8 @@ class Choice:
     recalled: bool = False
     """Whether it was ever cancelled in an engine and sent to it again."""
     deaths: list[int] = field(default_factory=list)
-    """For each engine that crashed while running it, since its last token: the number of sequences that engine had."""
+    """For each engine that crashed while running it, since its last token: the number of sequences
+    that engine had."""
     states: list[int] = field(init=False)
     """The states of its prompt."""
 
@@ -84,19 +85,27 @@ class Choice:
         world.heard()
         if type(delivery) is protocol.Token:
             if delivery.index != len(self.tokens) or delivery.id != self.id:
-                raise Violation(f"sequence {self.id} has {len(self.tokens)} tokens and gets {delivery}")
+                raise Violation(
+                    f"sequence {self.id} has {len(self.tokens)} tokens and gets {delivery}"
+                )
             world.deaths_in_row = 0
             self.deaths.clear()
             self.tokens.append(delivery.token)
             self.finish, self.over = delivery.finish, delivery.finish is not None
             if world.record:
-                world.note(f"sequence {self.id}: token {delivery.index} is {delivery.token}, {delivery.finish}")
+                world.note(
+                    f"sequence {self.id}: token {delivery.index} is {delivery.token}, "
+                    f"{delivery.finish}"
+                )
             request.emit(b"%d: %d" % (self.number, delivery.token))
             if self.over:
                 request.choice_is_over()
         elif type(delivery) is protocol.PromptScores:
             if delivery.first != len(self.scored) + 1 or self.tokens:
-                raise Violation(f"sequence {self.id} has {len(self.scored)} scores, {len(self.tokens)} tokens, and gets {delivery}")
+                raise Violation(
+                    f"sequence {self.id} has {len(self.scored)} scores, {len(self.tokens)} "
+                    f"tokens, and gets {delivery}"
+                )
             self.scored += [score.logprob for score in delivery.scores]
             world.seen["path: scores"] += 1
         else:
@@ -159,12 +168,19 @@ class Request:
             self._end("finished", b"end")
 
     def fail(self, choice: Choice, failed: protocol.Failed) -> None:
-        """Ends the request after one choice failed; the others are cancelled at once or somewhat later."""
+        """Ends the request after one choice failed; the others are cancelled at once or somewhat
+        later.
+        """
         if self.outcome:
             return
         self.blamed = choice
-        self._end(failed.code or ("refused" if failed.refused else "failed"), b"error " + failed.code.encode())
-        self.world.at(self.world.now + (0.0 if self.world.random() < 0.5 else 0.05), self._cancel_choices)
+        self._end(
+            failed.code or ("refused" if failed.refused else "failed"),
+            b"error " + failed.code.encode(),
+        )
+        self.world.at(
+            self.world.now + (0.0 if self.world.random() < 0.5 else 0.05), self._cancel_choices
+        )
 
     def cancel(self, _: object = None) -> None:
         """The client cancels the request."""
@@ -173,11 +189,17 @@ class Request:
             self._cancel_choices()
 
     def _stop(self, reason: str) -> None:
-        """The store asks for the request to stop, which is done later, as by a task of an event loop."""
+        """The store asks for the request to stop, which is done later, as by a task of an event
+        loop.
+        """
         if self.outcome or self.stopping:
             raise Violation("a stream is stopped twice, or after its end")
         self.stopping = True
-        self.world.seen["path: stopped by its client" if reason == DELETED else "path: stopped for want of a reader"] += 1
+        self.world.seen[
+            "path: stopped by its client"
+            if reason == DELETED
+            else "path: stopped for want of a reader"
+        ] += 1
         self.world.at(self.world.now + (0.01 if self.world.random() < 0.5 else 1.0), self.cancel)
 
     def _cancel_choices(self, _: object = None) -> None:
@@ -194,7 +216,10 @@ class Request:
         self.outcome, self.ended_at = outcome, world.now
         if self.buffer is not None:
             unread = world.now - self.buffer.idle_since if self.buffer.reader is None else 0.0
-            if not self.stopping and unread > world.store.retention.detach_seconds + 2 * world.scenario.tick_seconds:
+            if (
+                not self.stopping
+                and unread > world.store.retention.detach_seconds + 2 * world.scenario.tick_seconds
+            ):
                 raise Violation(f"a stream had no reader for {unread:.1f} s, and went on")
             world.store.end(self.buffer, world.now)
         world.unsettled -= 1
@@ -229,7 +254,9 @@ class Request:
             buffer.stop(DELETED)
 
     def find(self, owner: str) -> StreamBuffer | None:
-        """The stream as the store knows it; None if the store has dropped it, for which there must be a cause."""
+        """The stream as the store knows it; None if the store has dropped it, for which there must
+        be a cause.
+        """
         assert self.buffer is not None
         world = self.world
         try:
@@ -266,7 +293,9 @@ class Follower:
             self._reader = world.store.attach(buffer, seen, self._wake)
         except MalformedBody:
             if seen <= len(request.log):
-                raise Violation(f"event {seen} of {len(request.log)} is called one of the future") from None
+                raise Violation(
+                    f"event {seen} of {len(request.log)} is called one of the future"
+                ) from None
             world.seen["path: an event from the future"] += 1
             return
         if seen > len(request.log):
@@ -304,7 +333,10 @@ class Follower:
         if gap != bool(events and events[0][0] > self.seen + 1):
             raise Violation(f"behind event {self.seen} there is a gap, or none: {gap}, {events}")
         if gap:
-            if request.num_bytes <= request.world.store.retention.stream_bytes and not request.world.short_of_memory:
+            if (
+                request.num_bytes <= request.world.store.retention.stream_bytes
+                and not request.world.short_of_memory
+            ):
                 raise Violation(f"behind event {self.seen} there is a gap without need")
             request.world.seen["path: a gap"] += 1
             self.seen = events[0][0] - 1
@@ -321,5 +353,7 @@ class Follower:
         self.gone = True
         world = self.request.world
         world.store.detach(self._reader, world.now)
-        if world.store.num_detached > world.store.retention.max_detached + sum(request.stopping for request in world.requests):
+        if world.store.num_detached > world.store.retention.max_detached + sum(
+            request.stopping for request in world.requests
+        ):
             raise Violation(f"{world.store.num_detached} streams without a reader go on")

@@ -1,9 +1,10 @@
 """The model of the simulation: its results are right only if every page that it reads is.
 
-The state at a position is a hash of its token and of the previous state as stored in its page; the next token is a hash of the last
-state. The pages of every row are compared with the states that the sequence's tokens require, and a page that may hold NaN must have been
-cleared before another sequence gets it. hash_model.HashModel checks more and is slower; some seeds use it. This module knows nothing of
-engines, messages or time.
+The state at a position is a hash of its token and of the previous state as stored in its page; the
+next token is a hash of the last state. The pages of every row are compared with the states that the
+sequence's tokens require, and a page that may hold NaN must have been cleared before another
+sequence gets it. hash_model.HashModel checks more and is slower; some seeds use it. This module
+knows nothing of engines, messages or time.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +16,8 @@ from tests.support.hash_model import result
 MASK = 2**64 - 1
 START = 0x243F6A8885A308D3
 DRIFT = 7919
-"""Added to a seed for a second answer, as valid as the first: rounding may differ where sums are taken in another order."""
+"""Added to a seed for a second answer, as valid as the first: rounding may differ where sums are
+taken in another order."""
 
 
 def mix(state: int, token: int) -> int:
@@ -48,11 +50,14 @@ def next_token(tokens: Sequence[int], seed: int, end_rate: float, may_end: bool)
 
 
 class PagedHash:
-    """A Runner over plans of a layout without windows. `prompt_states` gives the states of a sequence's prompt by its id, from outside
-    the engine, so that a prompt that changes on its way is noticed.
+    """A Runner over plans of a layout without windows. `prompt_states` gives the states of a
+    sequence's prompt by its id, from outside the engine, so that a prompt that changes on its way
+    is noticed.
     """
 
-    def __init__(self, page_size: int, end_rate: float, prompt_states: Callable[[int], list[int]]) -> None:
+    def __init__(
+        self, page_size: int, end_rate: float, prompt_states: Callable[[int], list[int]]
+    ) -> None:
         self.page_size = page_size
         self.end_rate = end_rate
         self.drift = 0
@@ -95,34 +100,51 @@ class PagedHash:
             return []
         first = end - row.drafts
         if len(known) != first:
-            raise AssertionError(f"sequence {row.sequence} draws after {first} of its {len(known)} tokens")
-        if row.drafts and found[first:] != chain(row.tokens[len(row.tokens) - row.drafts :], found[first - 1]):
+            raise AssertionError(
+                f"sequence {row.sequence} draws after {first} of its {len(known)} tokens"
+            )
+        if row.drafts and found[first:] != chain(
+            row.tokens[len(row.tokens) - row.drafts :], found[first - 1]
+        ):
             raise AssertionError(f"a page of sequence {row.sequence} does not hold its drafts")
         seed = sample.sampling.seed + self.drift
-        return [SampledToken(draw(state, seed, self.end_rate, not sample.forbidden), -1.0) for state in found[first - 1 :]]
+        return [
+            SampledToken(draw(state, seed, self.end_rate, not sample.forbidden), -1.0)
+            for state in found[first - 1 :]
+        ]
 
 
 def score(row: Row) -> list[SampledToken]:
     """The log-probability -(position of the token), as in hash_model."""
     assert row.scoring is not None
     first = row.start + row.scoring.first + 1
-    return [SampledToken(target, -float(first + offset)) for offset, target in enumerate(row.scoring.targets)]
+    return [
+        SampledToken(target, -float(first + offset))
+        for offset, target in enumerate(row.scoring.targets)
+    ]
 
 
 class Poisoned:
-    """Pages in which a failed row may have left NaN; only the sequence of that row may use one before it is cleared."""
+    """Pages in which a failed row may have left NaN; only the sequence of that row may use one
+    before it is cleared.
+    """
 
     def __init__(self) -> None:
         self.pages: dict[int, int] = {}
         """Page -> the sequence of its row."""
 
     def check(self, plan: StepPlan) -> list[int]:
-        """The rows that continue after their own NaN, as one that was in flight when the previous one failed."""
+        """The rows that continue after their own NaN, as one that was in flight when the previous
+        one failed.
+        """
         for page in plan.clear:
             self.pages.pop(page, None)
         if not self.pages:
             return []
-        spoilt = [{self.pages[page] for group in row.pages for page in group if page in self.pages} for row in plan.rows]
+        spoilt = [
+            {self.pages[page] for group in row.pages for page in group if page in self.pages}
+            for row in plan.rows
+        ]
         for row, culprits in zip(plan.rows, spoilt, strict=True):
             if not culprits <= {row.sequence}:
                 raise AssertionError(f"sequence {row.sequence} has a page that may hold NaN")

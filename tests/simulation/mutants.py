@@ -1,7 +1,8 @@
-"""Mutants: bugs planted into the real classes, one at a time, each of which the simulation must find.
+"""Mutants: bugs planted into the real classes, one at a time, each of which the simulation must
+find.
 
-A mutant is one edit of the source of one function. `caught` returns after how many histories it was found, and as what; a history that
-also fails without the mutant does not count.
+A mutant is one edit of the source of one function. `caught` returns after how many histories it was
+found, and as what; a history that also fails without the mutant does not count.
 
     python -m tests.simulation.mutants [NAME...]   a table of these mutants, or of all
 """
@@ -56,11 +57,16 @@ class Mutant:
         original: Any = inspect.getattr_static(self.owner, self.name)
         source = textwrap.dedent(inspect.getsource(original))
         if source.count(self.old) != 1:
-            raise ValueError(f"{self.what}: {self.owner.__name__}.{self.name} has {source.count(self.old)} times {self.old!r}")
+            raise ValueError(
+                f"{self.what}: {self.owner.__name__}.{self.name} has {source.count(self.old)} "
+                f"times {self.old!r}"
+            )
         namespace = dict(original.__globals__)
         exec(source.replace(self.old, self.new), namespace)  # noqa: S102  (our own source, with a bug)
         # Kept in the module's own globals, so that what it calls is what everybody calls.
-        changed = type(original)(namespace[self.name].__code__, original.__globals__, self.name, original.__defaults__)
+        changed = type(original)(
+            namespace[self.name].__code__, original.__globals__, self.name, original.__defaults__
+        )
         changed.__kwdefaults__ = original.__kwdefaults__
         with mock.patch.object(self.owner, self.name, changed):
             yield
@@ -69,42 +75,168 @@ class Mutant:
 MUTANTS = (
     # --- lost, repeated and crossed tokens
     Mutant("a lost token", Supervisor, "_on_token", DEADLY, f"token.index == 2 or {DEADLY}"),
-    Mutant("a repeated token", Supervisor, "_on_token", "token.index < len(sequence.output)", "False"),
-    Mutant("a token left out and not missed", Supervisor, "_on_token", "if token.index > len(sequence.output)", "if False"),
-    Mutant("crossed streams", Worker, "_send_events", "protocol.Token(event.id,", "protocol.Token(events[0].id,"),
-    Mutant("a replay without its tokens", OpenSequence, "resubmission", "output=self.output", "output=[]"),
-    Mutant("scores told again", Supervisor, "_on_scores", "message.scores[sequence.num_scored - message.first :]", "message.scores"),
-    Mutant("the halves of a step the wrong way round", EngineCore, "_run_smaller", "left.drawn + right.drawn", "right.drawn + left.drawn"),
-    Mutant("half a row in the wrong place", core, "_halves", "start=row.start + half", "start=row.start"),
-    # --- epochs and ends
-    Mutant("the words of a dead engine", Supervisor, "_on_message", "epoch != self._epoch", "False"),
-    Mutant("no end when the server ends", Supervisor, "_end", "self._fail_all(reason, code)", "pass"),
-    Mutant("no end for a failed request", Supervisor, "_on_failed", "sequence.deliver(failed)", "pass"),
-    Mutant("two ends for a failed request", Supervisor, "_on_failed", "self.open.pop(failed.id, None)", "self.open.get(failed.id)"),
-    Mutant("two engines at once", Supervisor, "_kill", "self._engine.kill()", "self._engine.kill(); self.start()"),
     Mutant(
-        "the waiting are not told in time", Supervisor, "_tick_without_engine", "if self.recovery_overdue and not was_overdue", "if False"
+        "a repeated token", Supervisor, "_on_token", "token.index < len(sequence.output)", "False"
+    ),
+    Mutant(
+        "a token left out and not missed",
+        Supervisor,
+        "_on_token",
+        "if token.index > len(sequence.output)",
+        "if False",
+    ),
+    Mutant(
+        "crossed streams",
+        Worker,
+        "_send_events",
+        "protocol.Token(event.id,",
+        "protocol.Token(events[0].id,",
+    ),
+    Mutant(
+        "a replay without its tokens",
+        OpenSequence,
+        "resubmission",
+        "output=self.output",
+        "output=[]",
+    ),
+    Mutant(
+        "scores told again",
+        Supervisor,
+        "_on_scores",
+        "message.scores[sequence.num_scored - message.first :]",
+        "message.scores",
+    ),
+    Mutant(
+        "the halves of a step the wrong way round",
+        EngineCore,
+        "_run_smaller",
+        "left.drawn + right.drawn",
+        "right.drawn + left.drawn",
+    ),
+    Mutant(
+        "half a row in the wrong place",
+        core,
+        "_halves",
+        "start=row.start + half",
+        "start=row.start",
+    ),
+    # --- epochs and ends
+    Mutant(
+        "the words of a dead engine", Supervisor, "_on_message", "epoch != self._epoch", "False"
+    ),
+    Mutant(
+        "no end when the server ends", Supervisor, "_end", "self._fail_all(reason, code)", "pass"
+    ),
+    Mutant(
+        "no end for a failed request", Supervisor, "_on_failed", "sequence.deliver(failed)", "pass"
+    ),
+    Mutant(
+        "two ends for a failed request",
+        Supervisor,
+        "_on_failed",
+        "self.open.pop(failed.id, None)",
+        "self.open.get(failed.id)",
+    ),
+    Mutant(
+        "two engines at once",
+        Supervisor,
+        "_kill",
+        "self._engine.kill()",
+        "self._engine.kill(); self.start()",
+    ),
+    Mutant(
+        "the waiting are not told in time",
+        Supervisor,
+        "_tick_without_engine",
+        "if self.recovery_overdue and not was_overdue",
+        "if False",
     ),
     # --- stalls
-    Mutant("beats without progress suffice", Supervisor, "_on_report", "if report.progress != self._progress", "if True"),
+    Mutant(
+        "beats without progress suffice",
+        Supervisor,
+        "_on_report",
+        "if report.progress != self._progress",
+        "if True",
+    ),
     Mutant("silence suffices", Supervisor, "tick", "self._silent_seconds += elapsed", "pass"),
-    Mutant("loading may take for ever", Supervisor, "_tick_without_engine", "self._loading_seconds += elapsed", "pass"),
-    Mutant("no engine after a pause", Supervisor, "_tick_without_engine", "self._respawn()", "pass"),
+    Mutant(
+        "loading may take for ever",
+        Supervisor,
+        "_tick_without_engine",
+        "self._loading_seconds += elapsed",
+        "pass",
+    ),
+    Mutant(
+        "no engine after a pause", Supervisor, "_tick_without_engine", "self._respawn()", "pass"
+    ),
     # --- blame
-    Mutant("suspects are never sent one at a time", Supervisor, "_on_ready", "self.crash_policy.one_at_a_time", "False"),
-    Mutant("after a sequence sent by itself, none is", Supervisor, "_on_tokens", "self._continue_one_at_a_time()", "pass"),
-    Mutant("no sequence is blamed for a crash", CrashPolicy, "record_crash", "sequence.crashes += 1", "pass"),
-    Mutant("blame is never forgotten", Supervisor, "_on_token", "sequence.crashes = sequence.crashes_alone = 0", "0"),
-    Mutant("one death alone suffices", CrashPolicy, "record_crash", "alone.crashes_alone < CRASHES_ALONE", "False"),
+    Mutant(
+        "suspects are never sent one at a time",
+        Supervisor,
+        "_on_ready",
+        "self.crash_policy.one_at_a_time",
+        "False",
+    ),
+    Mutant(
+        "after a sequence sent by itself, none is",
+        Supervisor,
+        "_on_tokens",
+        "self._continue_one_at_a_time()",
+        "pass",
+    ),
+    Mutant(
+        "no sequence is blamed for a crash",
+        CrashPolicy,
+        "record_crash",
+        "sequence.crashes += 1",
+        "pass",
+    ),
+    Mutant(
+        "blame is never forgotten",
+        Supervisor,
+        "_on_token",
+        "sequence.crashes = sequence.crashes_alone = 0",
+        "0",
+    ),
+    Mutant(
+        "one death alone suffices",
+        CrashPolicy,
+        "record_crash",
+        "alone.crashes_alone < CRASHES_ALONE",
+        "False",
+    ),
     Mutant("a trial never ends", Supervisor, "_end_isolation", "self._dispatch()", "pass"),
     Mutant(
-        "a suspect is not called back", Supervisor, "_cancel_in_engine", "self._engine.send(protocol.Cancel(sequence.submit.id))", "pass"
+        "a suspect is not called back",
+        Supervisor,
+        "_cancel_in_engine",
+        "self._engine.send(protocol.Cancel(sequence.submit.id))",
+        "pass",
     ),
-    Mutant("who ran before is blamed now", Supervisor, "_on_exit", "sequence.sent = sequence.started =", "sequence.sent ="),
+    Mutant(
+        "who ran before is blamed now",
+        Supervisor,
+        "_on_exit",
+        "sequence.sent = sequence.started =",
+        "sequence.sent =",
+    ),
     # --- pages
     Mutant("a leaked page", PageTable, "release", "release(reversed(owned))", "release(owned[1:])"),
-    Mutant("a page forgotten in preemption", Scheduler, "_preempt", "sequence.table.release()", "sequence.table = None or sequence.table"),
-    Mutant("preempted, and taken for computed", Scheduler, "_preempt", "sequence.num_computed = 0", "pass"),
+    Mutant(
+        "a page forgotten in preemption",
+        Scheduler,
+        "_preempt",
+        "sequence.table.release()",
+        "sequence.table = None or sequence.table",
+    ),
+    Mutant(
+        "preempted, and taken for computed",
+        Scheduler,
+        "_preempt",
+        "sequence.num_computed = 0",
+        "pass",
+    ),
     Mutant("NaN left in a page", Scheduler, "_mark_corrupt", "sequence.corrupt = True", "pass"),
     Mutant(
         "a block is published before it is whole",
@@ -113,23 +245,105 @@ MUTANTS = (
         "end // self._page_size",
         "-(-end // self._page_size)",
     ),
-    Mutant("a block is claimed by one who left", Scheduler, "_stop_running", "self._prefix_reuse.release_claims(sequence)", "pass"),
-    Mutant("pages of a row in flight are given away", Scheduler, "cancel", "if sequence.num_in_flight", "if False"),
-    Mutant("a row in flight is taken for another's", Scheduler, "_commit_decode", "self.running.get(sequence.id) is not sequence", "False"),
-    Mutant("a Row in flight is taken for another's", Scheduler, "_commit_row", "self.running.get(row.sequence) is not sequence", "False"),
-    Mutant("planned after a token that it must know", Scheduler, "_ready", "elif not sequence.needs_pending_token", "else"),
-    Mutant("NaN left by a row in flight", Scheduler, "_discard", "if _is_corrupt(drawn)", "if False"),
-    Mutant("a block without a page is still listed", PrefixCache, "_evicted", "self.retract(block)", "pass"),
-    Mutant("the last token is not computed", PrefixReuse, "find", "sequence.num_skippable", "sequence.num_tokens"),
-    Mutant("a line keeps the number of the one that left", Decoding, "leave", "self.sequences[line].line = line", "pass"),
-    Mutant("a known token is taken for one in flight", Scheduler, "_ready", "self._decoding.know_tokens()", "pass"),
+    Mutant(
+        "a block is claimed by one who left",
+        Scheduler,
+        "_stop_running",
+        "self._prefix_reuse.release_claims(sequence)",
+        "pass",
+    ),
+    Mutant(
+        "pages of a row in flight are given away",
+        Scheduler,
+        "cancel",
+        "if sequence.num_in_flight",
+        "if False",
+    ),
+    Mutant(
+        "a row in flight is taken for another's",
+        Scheduler,
+        "_commit_decode",
+        "self.running.get(sequence.id) is not sequence",
+        "False",
+    ),
+    Mutant(
+        "a Row in flight is taken for another's",
+        Scheduler,
+        "_commit_row",
+        "self.running.get(row.sequence) is not sequence",
+        "False",
+    ),
+    Mutant(
+        "planned after a token that it must know",
+        Scheduler,
+        "_ready",
+        "elif not sequence.needs_pending_token",
+        "else",
+    ),
+    Mutant(
+        "NaN left by a row in flight", Scheduler, "_discard", "if _is_corrupt(drawn)", "if False"
+    ),
+    Mutant(
+        "a block without a page is still listed",
+        PrefixCache,
+        "_evicted",
+        "self.retract(block)",
+        "pass",
+    ),
+    Mutant(
+        "the last token is not computed",
+        PrefixReuse,
+        "find",
+        "sequence.num_skippable",
+        "sequence.num_tokens",
+    ),
+    Mutant(
+        "a line keeps the number of the one that left",
+        Decoding,
+        "leave",
+        "self.sequences[line].line = line",
+        "pass",
+    ),
+    Mutant(
+        "a known token is taken for one in flight",
+        Scheduler,
+        "_ready",
+        "self._decoding.know_tokens()",
+        "pass",
+    ),
     # --- masks
-    Mutant("a mask is taken before it is there", Scheduler, "take_masks", "not s.constraint.is_pending", "True"),
-    Mutant("a row is planned without its mask", Sequence, "append", "self.awaits_mask = self", "self"),
-    Mutant("waiting for a mask is a stall", Worker, "progress", "self._num_idle_beats += self._waits_for_masks", "pass"),
-    Mutant("a constraint is followed although its sequence waits", Scheduler, "_stop_running", "sequence.end_constraint()", "pass"),
+    Mutant(
+        "a mask is taken before it is there",
+        Scheduler,
+        "take_masks",
+        "not s.constraint.is_pending",
+        "True",
+    ),
+    Mutant(
+        "a row is planned without its mask", Sequence, "append", "self.awaits_mask = self", "self"
+    ),
+    Mutant(
+        "waiting for a mask is a stall",
+        Worker,
+        "progress",
+        "self._num_idle_beats += self._waits_for_masks",
+        "pass",
+    ),
+    Mutant(
+        "a constraint is followed although its sequence waits",
+        Scheduler,
+        "_stop_running",
+        "sequence.end_constraint()",
+        "pass",
+    ),
     # --- guesses
-    Mutant("a wrong guess is taken for computed", Scheduler, "_launch", "len(row.tokens) - row.drafts", "len(row.tokens)"),
+    Mutant(
+        "a wrong guess is taken for computed",
+        Scheduler,
+        "_launch",
+        "len(row.tokens) - row.drafts",
+        "len(row.tokens)",
+    ),
     Mutant("what follows a wrong guess is kept", Row, "settle", "draw.token != draft", "False"),
     Mutant(
         "NaN left by a guess",
@@ -138,18 +352,60 @@ MUTANTS = (
         "self._pages_to_clear.extend(sequence.table.release())",
         "sequence.table.release()",
     ),
-    Mutant("a guess fails its sequence", Scheduler, "_commit_row", "if row.drafts and _is_corrupt", "if False and _is_corrupt"),
-    Mutant("a failure goes before its tokens", Worker, "_send_events", "failures.append(", "self.send("),
-    Mutant("guesses are lost with memory", core, "_without_drafts", "drafts=0", "drafts=row.drafts"),
+    Mutant(
+        "a guess fails its sequence",
+        Scheduler,
+        "_commit_row",
+        "if row.drafts and _is_corrupt",
+        "if False and _is_corrupt",
+    ),
+    Mutant(
+        "a failure goes before its tokens", Worker, "_send_events", "failures.append(", "self.send("
+    ),
+    Mutant(
+        "guesses are lost with memory", core, "_without_drafts", "drafts=0", "drafts=row.drafts"
+    ),
     # --- clients
-    Mutant("the first to come is served first", fair_shares, "served_order", "sequence.account.served", "0.0"),
+    Mutant(
+        "the first to come is served first",
+        fair_shares,
+        "served_order",
+        "sequence.account.served",
+        "0.0",
+    ),
     Mutant("who was served most is served next", FairShares, "next", "min(", "max("),
-    Mutant("one sequence more than a client may have", FairShares, "_contenders", "<= held", "< held"),
+    Mutant(
+        "one sequence more than a client may have", FairShares, "_contenders", "<= held", "< held"
+    ),
     # --- streams
-    Mutant("resumed one event too early", StreamBuffer, "after", "max(0, seen + 1 - first)", "max(0, seen - first)"),
-    Mutant("resumed one event too late", StreamBuffer, "after", "max(0, seen + 1 - first)", "max(0, seen + 2 - first)"),
-    Mutant("a gap in the events is not reported", StreamBuffer, "after", "return seen + 1 < first", "return False"),
-    Mutant("bytes that are never freed", StreamStore, "_expire", "self._count(buffer, -buffer.num_bytes)", "pass"),
+    Mutant(
+        "resumed one event too early",
+        StreamBuffer,
+        "after",
+        "max(0, seen + 1 - first)",
+        "max(0, seen - first)",
+    ),
+    Mutant(
+        "resumed one event too late",
+        StreamBuffer,
+        "after",
+        "max(0, seen + 1 - first)",
+        "max(0, seen + 2 - first)",
+    ),
+    Mutant(
+        "a gap in the events is not reported",
+        StreamBuffer,
+        "after",
+        "return seen + 1 < first",
+        "return False",
+    ),
+    Mutant(
+        "bytes that are never freed",
+        StreamStore,
+        "_expire",
+        "self._count(buffer, -buffer.num_bytes)",
+        "pass",
+    ),
     Mutant("a superseded reader waits on", StreamStore, "attach", "old.tell()", "pass"),
     Mutant("a stream without a reader goes on", StreamStore, "sweep", "buffer.stop(", "str("),
     Mutant("expired too early", StreamStore, "sweep", "< self.retention.seconds", "< 0"),
@@ -160,7 +416,9 @@ MUTANTS = (
 
 @dataclass(frozen=True, slots=True)
 class Caught:
-    """The number of histories until a mutant was found, and the failure. `histories` is None if it was not found."""
+    """The number of histories until a mutant was found, and the failure. `histories` is None if it
+    was not found.
+    """
 
     mutant: Mutant
     histories: int | None
@@ -172,7 +430,10 @@ def caught(mutant: Mutant, most: int = MOST_SEEDS) -> Caught:
     began, first = time.perf_counter(), 0
     while True:
         with mutant.planted():
-            seed, found = next(((seed, found) for seed in range(first, most) if (found := _wrong(seed))), (most, ""))
+            seed, found = next(
+                ((seed, found) for seed in range(first, most) if (found := _wrong(seed))),
+                (most, ""),
+            )
         if not found or not _wrong(seed):
             return Caught(mutant, seed + 1 if found else None, found, time.perf_counter() - began)
         first = seed + 1
@@ -189,10 +450,20 @@ def _wrong(seed: int) -> str:
 def show(results: list[Caught]) -> None:
     table = Table(box=box.SIMPLE_HEAD)
     for heading in ("planted", "in", "histories", "seconds", "found as"):
-        table.add_column(heading, justify="right" if heading in ("histories", "seconds") else "left", overflow="fold")
+        table.add_column(
+            heading,
+            justify="right" if heading in ("histories", "seconds") else "left",
+            overflow="fold",
+        )
     for result in results:
         where = f"{result.mutant.owner.__name__}.{result.mutant.name}"
-        table.add_row(result.mutant.what, where, str(result.histories or "NOT FOUND"), f"{result.seconds:.2f}", result.found[:90])
+        table.add_row(
+            result.mutant.what,
+            where,
+            str(result.histories or "NOT FOUND"),
+            f"{result.seconds:.2f}",
+            result.found[:90],
+        )
     Console(width=200).print(table)
 
 

@@ -1,6 +1,8 @@
-"""The scenario of a seed: the limits of a small server, a few requests, the actions of their clients, and up to three kinds of fault.
+"""The scenario of a seed: the limits of a small server, a few requests, the actions of their
+clients, and up to three kinds of fault.
 
-All randomness in making a scenario is here; `script` makes that of the next engine. This module does not run anything.
+All randomness in making a scenario is here; `script` makes that of the next engine. This module
+does not run anything.
 """
 
 from collections.abc import Callable
@@ -22,12 +24,14 @@ SPREADS = (0.3, 1.0, 5.0, 11.0)
 """Seconds within which all requests of a scenario arrive."""
 
 ENGINE_FAULTS = """
-kill, kill twice, kill at, kill at, hang at, hang at, mute, slow load, load hangs, load dies, spawn, refused, memory, garbage,
+kill, kill twice, kill at, kill at, hang at, hang at, mute, slow load, load hangs, load dies,
+spawn, refused, memory, garbage,
 left out, left out, duplicated, batched, late, lost submits, suspects, suspects
 """
 WORLD_FAULTS = "jump, stop, pause"
 REQUEST_FAULTS = """
-nan, nan, sampling, memory, grammar, refuse, admission, poison: kills, poison: enters, poison: hangs, poison: crashes
+nan, nan, sampling, memory, grammar, refuse, admission, poison: kills, poison: enters,
+poison: hangs, poison: crashes
 """
 
 
@@ -35,18 +39,28 @@ def _listed(text: str) -> tuple[str, ...]:
     return tuple(" ".join(text.split()).split(", "))
 
 
-KINDS = _listed(ENGINE_FAULTS) + _listed(WORLD_FAULTS) + tuple(f"request {name}" for name in _listed(REQUEST_FAULTS))
+KINDS = (
+    _listed(ENGINE_FAULTS)
+    + _listed(WORLD_FAULTS)
+    + tuple(f"request {name}" for name in _listed(REQUEST_FAULTS))
+)
 GRAMMARS = {"grammar", "refuse", "admission", ENTERING}
 
 
 @lru_cache
 def layout(page_size: int, windows: bool) -> CacheLayout:
-    return CacheLayout.of(len(WINDOWS), WINDOWS, page_size) if windows else CacheLayout.of(1, (), page_size)
+    return (
+        CacheLayout.of(len(WINDOWS), WINDOWS, page_size)
+        if windows
+        else CacheLayout.of(1, (), page_size)
+    )
 
 
 @dataclass(slots=True)
 class Call:
-    """A request: when it arrives, its parameters, and what its client does, as (seconds after arrival, action, argument)."""
+    """A request: when it arrives, its parameters, and what its client does, as (seconds after
+    arrival, action, argument).
+    """
 
     time: float
     choices: list[Choice]
@@ -97,11 +111,15 @@ class Scenario:
     @property
     def only_requests_fail(self) -> bool:
         """Whether only requests are faulty, and too few of them to make the supervisor give up."""
-        poisons = sum(choice.fault.startswith("poison") for call in self.calls for choice in call.choices)
+        poisons = sum(
+            choice.fault.startswith("poison") for call in self.calls for choice in call.choices
+        )
         return poisons < MAX_QUARANTINES and all(kind.startswith("request") for kind in self.kinds)
 
     def spawn_fails(self, number: int) -> bool:
-        """Whether the next engine cannot be spawned; the first always can, as there is no server without it."""
+        """Whether the next engine cannot be spawned; the first always can, as there is no server
+        without it.
+        """
         return "spawn" in self.kinds and self.random() < (0.5 if number else 0.05)
 
 
@@ -185,7 +203,10 @@ SCRIPTS: dict[str, Callable[[Script, Random], None]] = {
 
 def plan(random: Random, windows: bool) -> Scenario:
     """The scenario from a source of random numbers."""
-    kinds = tuple(KINDS[int(random() * len(KINDS))] for _ in range(1 + int(random() * 3) if random() < 0.9 else 0))
+    kinds = tuple(
+        KINDS[int(random() * len(KINDS))]
+        for _ in range(1 + int(random() * 3) if random() < 0.9 else 0)
+    )
     page_size = 2 + int(random() * 3)
     the_layout = layout(page_size, windows)
     max_running = 1 + int(random() * 4)
@@ -231,9 +252,15 @@ def _calls(random: Random, kinds: tuple[str, ...]) -> list[Call]:
     spread = SPREADS[int(random() * len(SPREADS))]
     priorities = random() < 0.3
     for number in range(2 + int(random() * 3)):
-        common = calls[int(random() * len(calls))].choices[0].prompt if calls and random() < 0.4 else []
+        common = (
+            calls[int(random() * len(calls))].choices[0].prompt if calls and random() < 0.4 else []
+        )
         choices = _choices(random, priorities, common)
-        call = Call(spread * random() + (late if number and random() < 0.5 else 0.0), choices, random() < 0.5)
+        call = Call(
+            spread * random() + (late if number and random() < 0.5 else 0.0),
+            choices,
+            random() < 0.5,
+        )
         call.doings = _doings(random, call.resumable)
         calls.append(call)
     for kind in kinds:
@@ -262,7 +289,10 @@ def _choices(random: Random, priorities: bool, common: list[int]) -> list[Choice
 
 
 def _mark(choice: Choice, fault: str, random: Random) -> None:
-    choice.fault, choice.fails_at = fault, 0 if fault == ENTERING else int(random() * choice.max_new)
+    choice.fault, choice.fails_at = (
+        fault,
+        0 if fault == ENTERING else int(random() * choice.max_new),
+    )
     if fault in GRAMMARS:  # A grammar decides where its output ends.
         choice.grammar, choice.min_new = f"{fault}:{choice.fails_at + 1}", 0
     else:
@@ -293,8 +323,12 @@ def _doings(random: Random, resumable: bool) -> list[tuple[float, str, object]]:
 
 
 def standard(random: Random) -> Scenario:
-    """The standard history: no faults, a little of everything. Each of its calls is made to fail in turn."""
-    three = [Choice([5, 6, 7, 8, 9], 3, seed, grammar="force" if seed == 2 else "") for seed in range(3)]
+    """The standard history: no faults, a little of everything. Each of its calls is made to fail in
+    turn.
+    """
+    three = [
+        Choice([5, 6, 7, 8, 9], 3, seed, grammar="force" if seed == 2 else "") for seed in range(3)
+    ]
     calls = [
         Call(0.2, three, True, [(1.0, "detach", None), (2.0, "resume", False)]),
         Call(0.3, [Choice([9] * 11, 6, 3, scores=True)], True, [(0.5, "resume", True)]),

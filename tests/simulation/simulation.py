@@ -1,11 +1,14 @@
-"""Deterministic simulation of a whole server in one thread under a simulated clock: the real Supervisor, Worker, EngineCore, Scheduler and
-StreamStore, with seeded faults between and inside them, and every invariant checked throughout.
+"""Deterministic simulation of a whole server in one thread under a simulated clock: the real
+Supervisor, Worker, EngineCore, Scheduler and StreamStore, with seeded faults between and inside
+them, and every invariant checked throughout.
 
-`run(seed)` runs one history, always the same one, and counts what occurred in it. A Violation, or any exception that was not planted, is a
-bug: `failure(seed)` shows it with the history before it. `sweep` makes the n-th call of one standard history fail, for every n.
-Invariants (numbered as in the design): one end for each request (I1), event numbers without gap or repeat for each reader (I2), tokens
-equal to the oracle's (I3, I7), nothing after the end (I5), every page free or owned, and free when idle (I6), an end within a computed
-bound once faults stop (I8), not READY while nothing progresses (I10); and no request fails without a fault that explains it.
+`run(seed)` runs one history, always the same one, and counts what occurred in it. A Violation, or
+any exception that was not planted, is a bug: `failure(seed)` shows it with the history before it.
+`sweep` makes the n-th call of one standard history fail, for every n. Invariants (numbered as in
+the design): one end for each request (I1), event numbers without gap or repeat for each reader
+(I2), tokens equal to the oracle's (I3, I7), nothing after the end (I5), every page free or owned,
+and free when idle (I6), an end within a computed bound once faults stop (I8), not READY while
+nothing progresses (I10); and no request fails without a fault that explains it.
 
     python -m tests.simulation.simulation SEED...   the histories of these seeds
 """
@@ -35,21 +38,24 @@ CLIENTS_EVERY = 2
 MASK_SECONDS = (0.0, 0.5, 2.0 * PATIENCE.stall, 0.0, 0.1)
 """The longest that constraints take to answer, by turns of the seed."""
 COMMON = """
-clock: a jump; frame: a submission left out; frame: garbage; frame: held back, and more after it; frame: later than the exit;
+clock: a jump; frame: a submission left out; frame: garbage; frame: held back,
+and more after it; frame: later than the exit;
 frame: left out; frame: twice; hung: and beats; hung: and is silent; killed: at receive; killed: at run; killed: at ran; killed: at send;
 killed: between two operations; killed: over several; killed: twice; killed: while loading; load: die; load: hang; load: refused;
 load: slow; mask: waited for; memory: a step in halves; outcome: admission_error; outcome: cancelled;
 outcome: engine_unavailable; outcome: finished;
 outcome: grammar_error; outcome: numerical_error; outcome: out_of_memory; outcome: refused; outcome: request_quarantined;
 outcome: sampling_error; outcome: server_shutting_down; path: a gap; path: a suspect alone; path: an event from the future;
-path: killed, it showed no progress; path: killed, it skipped tokens of; path: killed, it was not loaded; path: expired;
+path: killed, it showed no progress; path: killed, it skipped tokens of; path: killed,
+it was not loaded; path: expired;
 path: given up; path: preempted for another client;
 path: layers with windows; path: lost; path: pages shared; path: preempted; path: read again at the end;
-path: recalled, and sent again; path: replayed after its tokens; path: resumed; path: scores; path: stopped;
+path: recalled,
+and sent again; path: replayed after its tokens; path: resumed; path: scores; path: stopped;
 path: stopped by its client; path: stopped for want of a reader; path: superseded; poison: crashes;
 poison: enters; poison: hangs; poison: kills;
 path: two steps in flight; path: a guess came true; path: a guess was wrong; spawn: failed; transport: an engine killed for garbage
-"""
+"""  # noqa: E501
 """What must occur at least once in a hundred histories for them to be a useful test."""
 
 
@@ -88,13 +94,15 @@ def failure(world: World) -> str:
         _run(world)
     except Exception as error:
         where = "" if isinstance(error, Violation) else traceback.format_exc()
-        return "\n".join([f"{type(error).__name__}: {error}", *world.describe(), *world.history, where])
+        return "\n".join(
+            [f"{type(error).__name__}: {error}", *world.describe(), *world.history, where]
+        )
     return ""
 
 
 def sweep(how: str) -> Iterator[tuple[str, World]]:
-    """The standard history with its first, second, ... call failing, until no call is left: yields the call, and the world before it
-    runs.
+    """The standard history with its first, second, ... call failing, until no call is left: yields
+    the call, and the world before it runs.
     """
     number, struck = 1, "something"
     while struck:
@@ -113,7 +121,10 @@ def main() -> None:
     silence()
     for seed in map(int, sys.argv[1:]):
         world = make(seed)
-        print(f"seed {seed}:", failure(world) or "\n".join(["all is well", *world.describe(), *world.history]))
+        print(
+            f"seed {seed}:",
+            failure(world) or "\n".join(["all is well", *world.describe(), *world.history]),
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The simulated server: a thousand histories, every call of one history made to fail, and mutants, each of which must be found."""
+"""The simulated server: a thousand histories, every call of one history made to fail, and mutants,
+each of which must be found.
+"""
 
 import logging
 from collections import Counter
@@ -37,13 +39,15 @@ def test_a_seed_is_always_the_same_history() -> None:
         first, second = (simulation.make(seed, record=True) for _ in range(2))
         first.run()
         second.run()
-        assert first.history == second.history and len(first.history) > 5 and first.seen == second.seen
+        assert (
+            first.history == second.history and len(first.history) > 5 and first.seen == second.seen
+        )
 
 
 @pytest.mark.parametrize("how", ["kill", "crash", "hang", "memory"])
 def test_any_one_call_may_fail_and_nobody_notices(how: str) -> None:
-    """Two exceptions: a request fails if a single token does not fit into memory, and the server ends if the first engine cannot be
-    spawned.
+    """Two exceptions: a request fails if a single token does not fit into memory, and the server
+    ends if the first engine cannot be spawned.
     """
     struck: Counter[str] = Counter()
     for _, world in simulation.sweep(how):
@@ -51,9 +55,19 @@ def test_any_one_call_may_fail_and_nobody_notices(how: str) -> None:
         assert not wrong, wrong
         struck[world.struck] += 1
         outcomes = {request.outcome for request in world.requests}
-        assert outcomes <= {"finished", "cancelled"} | ({"out_of_memory"} if how == "memory" else set())
+        assert outcomes <= {"finished", "cancelled"} | (
+            {"out_of_memory"} if how == "memory" else set()
+        )
     assert struck.pop("") == 1, "the last history has fewer calls than were to fail, and no other"
-    assert struck["spawn"] == 1 and set(struck) == {"spawn", "send to the engine", "receive", "send", "run", "ran", "allocate"}
+    assert struck["spawn"] == 1 and set(struck) == {
+        "spawn",
+        "send to the engine",
+        "receive",
+        "send",
+        "run",
+        "ran",
+        "allocate",
+    }
     assert sum(struck.values()) > 80
 
 

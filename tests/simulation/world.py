@@ -1,7 +1,9 @@
-"""The world of a simulation: the clock, the calls that can fail, engine processes and arriving messages; and the checks over time.
+"""The world of a simulation: the clock, the calls that can fail, engine processes and arriving
+messages; and the checks over time.
 
-`seen` counts what occurred in a history. A Violation is raised where an invariant does not hold: READY while nothing progresses (I10), no
-end although faults have stopped (I8), pages that are neither free nor owned (I6), two engines at once, an end after an end.
+`seen` counts what occurred in a history. A Violation is raised where an invariant does not hold:
+READY while nothing progresses (I10), no end although faults have stopped (I8), pages that are
+neither free nor owned (I6), two engines at once, an end after an end.
 """
 
 from collections import Counter
@@ -12,7 +14,12 @@ from typing import Any
 
 from server import protocol
 from server.http.stream_buffer import StreamStore
-from server.supervision.crash_policy import MAX_BACKOFF_SECONDS, MAX_QUARANTINES, MAX_UNATTRIBUTED_CRASHES, MIN_LOADS
+from server.supervision.crash_policy import (
+    MAX_BACKOFF_SECONDS,
+    MAX_QUARANTINES,
+    MAX_UNATTRIBUTED_CRASHES,
+    MIN_LOADS,
+)
 from server.supervision.engine import EngineEvent
 from server.supervision.supervisor import LIVE, State, Supervisor
 from tests.simulation import model as simulation_model
@@ -44,7 +51,13 @@ class FailNth:
 class World:
     """One history from its first request to an idle server."""
 
-    def __init__(self, scenario: Scenario, windows: bool = False, fail_nth: FailNth | None = None, record: bool = False) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        windows: bool = False,
+        fail_nth: FailNth | None = None,
+        record: bool = False,
+    ) -> None:
         self.scenario = scenario
         self.random = scenario.random
         self.windows = windows
@@ -102,7 +115,9 @@ class World:
 
     def mask_seconds(self) -> float:
         """How long a constraint takes to answer."""
-        return self.scenario.mask_seconds * self.random() ** 2 if self.scenario.mask_seconds else 0.0
+        return (
+            self.scenario.mask_seconds * self.random() ** 2 if self.scenario.mask_seconds else 0.0
+        )
 
     def new_model(self) -> Any:
         scenario = self.scenario
@@ -160,17 +175,23 @@ class World:
         scheduler = engine.core.scheduler
         if scheduler.num_preemptions:
             self.seen["path: preempted"] += scheduler.num_preemptions
-            self.seen["path: preempted for another client"] += any(s.payer not in (None, s.account) for s in scheduler.waiting.values())
+            self.seen["path: preempted for another client"] += any(
+                s.payer not in (None, s.account) for s in scheduler.waiting.values()
+            )
         if scheduler.num_hit_tokens:
             self.seen["path: pages shared"] += 1
         self.seen["path: two steps in flight"] += engine.delayed.most_in_flight > 1
         if scheduler.num_drafted_tokens:
             self.seen["path: a guess came true"] += scheduler.num_accepted_tokens > 0
-            self.seen["path: a guess was wrong"] += scheduler.num_accepted_tokens < scheduler.num_drafted_tokens
+            self.seen["path: a guess was wrong"] += (
+                scheduler.num_accepted_tokens < scheduler.num_drafted_tokens
+            )
         waiting = {id for id, sequence in scheduler.waiting.items() if not sequence.started}
         # Those too that have ended there, until that is known here.
         began = sorted(
-            id for id in engine.began - waiting if id in scheduler.running or id in scheduler.waiting or id not in engine.recalled
+            id
+            for id in engine.began - waiting
+            if id in scheduler.running or id in scheduler.waiting or id not in engine.recalled
         )
         self.note(f"engine {engine.number} dies; it runs {began}")
 
@@ -198,9 +219,15 @@ class World:
 
     def mourn(self, engine: SimulatedEngine) -> None:
         """Notes which sequences a dead engine had, before the supervisor learns of its exit."""
-        had = [self.choices[id] for id in engine.given - engine.recalled if not self.choices[id].over]
+        had = [
+            self.choices[id] for id in engine.given - engine.recalled if not self.choices[id].over
+        ]
         for choice in had:
-            if choice.id in engine.announced or self.supervisor._one_at_a_time or self.supervisor._isolated:
+            if (
+                choice.id in engine.announced
+                or self.supervisor._one_at_a_time
+                or self.supervisor._isolated
+            ):
                 choice.deaths.append(len(had))
         self._last_news = self.now
         if self.supervisor.state in LIVE and engine.loaded:
@@ -213,7 +240,9 @@ class World:
 
     # --- what the supervisor is given
 
-    def _spawn(self, on_message: Callable[[Any], None], on_exit: Callable[[int], None]) -> SimulatedEngine:
+    def _spawn(
+        self, on_message: Callable[[Any], None], on_exit: Callable[[int], None]
+    ) -> SimulatedEngine:
         if self.engines and not self.engines[-1].dead:
             raise Violation("two engines live")
         try:
@@ -243,14 +272,23 @@ class World:
         self.state = state
 
     def _check_giving_up(self, state: State) -> None:
-        """After enough deaths, or after failed loads for as long as requests wait; a first engine that is refused is final."""
+        """After enough deaths, or after failed loads for as long as requests wait; a first engine
+        that is refused is final.
+        """
         policy = self.supervisor.crash_policy
         never_ready = self.supervisor.ready is None
         refused_first = never_ready and state is State.REFUSED
-        loads = policy.failed_loads >= MIN_LOADS and (never_ready or self.supervisor.recovery_overdue)
-        died = self.deaths_in_row >= MAX_UNATTRIBUTED_CRASHES or policy.num_quarantined >= MAX_QUARANTINES
+        loads = policy.failed_loads >= MIN_LOADS and (
+            never_ready or self.supervisor.recovery_overdue
+        )
+        died = (
+            self.deaths_in_row >= MAX_UNATTRIBUTED_CRASHES
+            or policy.num_quarantined >= MAX_QUARANTINES
+        )
         if not (refused_first or loads or (died and state is State.GAVE_UP)):
-            raise Violation(f"given up after {self.deaths_in_row} deaths and {policy.failed_loads} failed loads")
+            raise Violation(
+                f"given up after {self.deaths_in_row} deaths and {policy.failed_loads} failed loads"
+            )
         self.seen["path: given up"] += 1
         self.seen["path: given up as it cannot be loaded"] += loads and not never_ready
 
@@ -271,12 +309,17 @@ class World:
         if supervisor.recovery_overdue:
             self.seen["path: lost"] += not lost
             if supervisor.open:
-                raise Violation(f"the engine has been away for long, and {len(supervisor.open)} sequences still wait for it")
+                raise Violation(
+                    f"the engine has been away for long, and {len(supervisor.open)} sequences "
+                    "still wait for it"
+                )
         self._check_progress(elapsed)
         self.at(self.now + self.scenario.tick_seconds, self._tick)
 
     def _check_progress(self, elapsed: float) -> None:
-        """If there is work and nothing progresses, the state says so in time (I10); once faults are over, there is progress (I8)."""
+        """If there is work and nothing progresses, the state says so in time (I10); once faults are
+        over, there is progress (I8).
+        """
         supervisor = self.supervisor
         if supervisor.state is State.READY and supervisor.open:
             engine = self.engines[-1]
@@ -284,11 +327,21 @@ class World:
             self._unmoved = 0.0 if moved != self._moved else self._unmoved + elapsed
             self._moved = moved
             if self._unmoved >= PATIENCE.stall + SLACK_SECONDS + self.scenario.mask_seconds:
-                raise Violation(f"READY with {len(supervisor.open)} open, and nothing has moved for {self._unmoved:.1f} s")
+                raise Violation(
+                    f"READY with {len(supervisor.open)} open, and nothing has moved for "
+                    f"{self._unmoved:.1f} s"
+                )
         else:
             self._unmoved = 0.0
-        if self.healed and self.unsettled and self.now - self._last_news > PATIENCE.start + MAX_BACKOFF_SECONDS + SLACK_SECONDS:
-            raise Violation(f"{self.unsettled} requests are open, and nothing has come for {self.now - self._last_news:.1f} s")
+        if (
+            self.healed
+            and self.unsettled
+            and self.now - self._last_news > PATIENCE.start + MAX_BACKOFF_SECONDS + SLACK_SECONDS
+        ):
+            raise Violation(
+                f"{self.unsettled} requests are open, and nothing has come for "
+                f"{self.now - self._last_news:.1f} s"
+            )
 
     # --- the scenario
 
@@ -299,7 +352,10 @@ class World:
             return
         request = Request(self, call.choices, call.resumable)
         request.submit()
-        self.note(f"a request: sequences {[choice.id for choice in call.choices]}, prompt {call.choices[0].prompt}")
+        self.note(
+            f"a request: sequences {[choice.id for choice in call.choices]}, prompt "
+            f"{call.choices[0].prompt}"
+        )
         if call.resumable:
             request.follow()
         for delay, what, argument in call.doings:
@@ -314,7 +370,9 @@ class World:
         if "stop" in kinds and not self.stopped:
             self.stop()
         elif engine is not None and not engine.dead and ("kill" in kinds or "kill twice" in kinds):
-            self.seen["killed: while loading" if not engine.loaded else "killed: between two operations"] += 1
+            self.seen[
+                "killed: while loading" if not engine.loaded else "killed: between two operations"
+            ] += 1
             engine.die(KILLED)
             if "kill twice" in kinds:
                 self.seen["killed: twice"] += 1
@@ -342,8 +400,14 @@ class World:
         for engine in self.engines[-1:]:
             if not engine.hung:
                 engine.script = Script(load_end=engine.script.load_end)
-        most = sum(len(choice.prompt) + choice.max_new + 4 for call in self.scenario.calls for choice in call.choices)
-        self._steps_left = 50 + most * (MAX_UNATTRIBUTED_CRASHES + 2 * MAX_QUARANTINES + 2 * self.num_choices)
+        most = sum(
+            len(choice.prompt) + choice.max_new + 4
+            for call in self.scenario.calls
+            for choice in call.choices
+        )
+        self._steps_left = 50 + most * (
+            MAX_UNATTRIBUTED_CRASHES + 2 * MAX_QUARANTINES + 2 * self.num_choices
+        )
 
     @property
     def short_of_memory(self) -> bool:
@@ -372,12 +436,21 @@ class World:
     def describe(self) -> list[str]:
         """The scenario, in words."""
         scenario = self.scenario
-        lines = [f"faults: {sorted(scenario.kinds)}; {scenario.pages} pages of {scenario.layout.page_size}; drift {scenario.drift}"]
+        lines = [
+            f"faults: {sorted(scenario.kinds)}; {scenario.pages} pages of "
+            f"{scenario.layout.page_size}; drift {scenario.drift}"
+        ]
         for call in scenario.calls:
             lines.append(f"at {call.time:.3f}, resumable {call.resumable}, then {call.doings}:")
             for choice in call.choices:
-                asked = f"{len(choice.prompt)} + {choice.max_new} tokens, stops {set(choice.stops)}, grammar {choice.grammar!r}"
-                lines.append(f"    {asked}, fault {choice.fault!r} at {choice.fails_at}, scores {choice.scores}")
+                asked = (
+                    f"{len(choice.prompt)} + {choice.max_new} tokens, stops "
+                    f"{set(choice.stops)}, grammar {choice.grammar!r}"
+                )
+                lines.append(
+                    f"    {asked}, fault {choice.fault!r} at {choice.fails_at}, scores "
+                    f"{choice.scores}"
+                )
         return lines
 
     def run(self) -> None:

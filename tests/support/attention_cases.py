@@ -1,6 +1,7 @@
 """Random sequences over paged keys, to be attended to by one device's kernels and by the reference.
 
-Invariant: a case's numbers depend on its arguments other than the device and the kernels, so that every device computes the same.
+Invariant: a case's numbers depend on its arguments other than the device and the kernels, so that
+every device computes the same.
 """
 
 import random
@@ -25,14 +26,16 @@ from model.spec import Rotary
 from model.step import PENDING, Row, StepPlan
 
 SMALL = Configuration(16, 16, 32, 4, 1, short_split=16, num_short=50)
-"""Short splits, so that short sequences have several, and a border in the middle of a page and of most chunks."""
+"""Short splits, so that short sequences have several, and a border in the middle of a page and of
+most chunks."""
 
 
 class Case:
-    """Sequences of random lengths, each with some tokens to compute. Slots that were never written hold NaN; pages before a window are
-    released.
+    """Sequences of random lengths, each with some tokens to compute. Slots that were never written
+    hold NaN; pages before a window are released.
 
-    With a window there are three layers: the first sees all, the others, stacked on pages of their own, see the window.
+    With a window there are three layers: the first sees all, the others, stacked on pages of their
+    own, see the window.
     """
 
     def __init__(
@@ -52,7 +55,11 @@ class Case:
     ) -> None:
         self.rng = random.Random(seed)
         torch.manual_seed(seed)
-        self.layout = CacheLayout.of(3, (None, window, window), page_size) if window else CacheLayout.of(1, (), page_size)
+        self.layout = (
+            CacheLayout.of(3, (None, window, window), page_size)
+            if window
+            else CacheLayout.of(1, (), page_size)
+        )
         self.num_heads, self.key_dim, self.value_dim = num_heads, key_dim, value_dim or key_dim
         self.value_in_key = value_dim is not None
         self.configuration, self.dtype, self.in_float8 = configuration, dtype, in_float8
@@ -62,11 +69,18 @@ class Case:
         allocator = PageAllocator(200)
         shape = self.layout.layers_per_page, allocator.num_pages, page_size
         self.keys = torch.full((*shape, key_dim), torch.nan, dtype=dtype)
-        self.values = self.keys[..., : self.value_dim] if self.value_in_key else torch.full_like(self.keys, torch.nan)
+        self.values = (
+            self.keys[..., : self.value_dim]
+            if self.value_in_key
+            else torch.full_like(self.keys, torch.nan)
+        )
         self.rows: list[Row] = []
         self.inputs: list[tuple[torch.Tensor, ...]] = []
         for id in range(self.rng.randint(2, 5)):
-            start, count = self.rng.choice([0, self.rng.randrange(most)]), self.rng.choice([1, 1, 4, self.rng.randint(1, 40)])
+            start, count = (
+                self.rng.choice([0, self.rng.randrange(most)]),
+                self.rng.choice([1, 1, 4, self.rng.randint(1, 40)]),
+            )
             table = PageTable(allocator, self.layout)
             allocator._free = self.rng.sample(allocator._free, len(allocator._free))
             table.grow(start + count, start + count)
@@ -75,7 +89,9 @@ class Case:
             self.rows.append(Row(id, [0] * count, start, table.pages, None))
             k_nd = torch.randn(count, key_dim, dtype=dtype)
             v_nv = k_nd[:, : self.value_dim] if self.value_in_key else torch.randn_like(k_nd)
-            self.inputs.append((torch.randn(count, num_heads, key_dim, dtype=dtype) * 3, k_nd, v_nv))
+            self.inputs.append(
+                (torch.randn(count, num_heads, key_dim, dtype=dtype) * 3, k_nd, v_nv)
+            )
 
     def _fill(self, table: PageTable, num_tokens: int) -> None:
         """Keys and values of the tokens that were computed before."""
@@ -86,12 +102,22 @@ class Case:
                     end = min(size, max(0, num_tokens - number * size))
                     self.keys[:, page, :end] = torch.randn(end, self.key_dim, dtype=self.keys.dtype)
                     if not self.value_in_key:
-                        self.values[:, page, :end] = torch.randn(end, self.value_dim, dtype=self.keys.dtype)
+                        self.values[:, page, :end] = torch.randn(
+                            end, self.value_dim, dtype=self.keys.dtype
+                        )
 
     def pool(self) -> KVPool:
         place = self.device.torch_device
-        keys, values = ((in_float8(x) if self.in_float8 else x.clone()).to(place) for x in (self.keys, self.values))
-        return KVPool(self.layout, keys, keys[..., : self.value_dim] if self.value_in_key else values, self.dtype)
+        keys, values = (
+            (in_float8(x) if self.in_float8 else x.clone()).to(place)
+            for x in (self.keys, self.values)
+        )
+        return KVPool(
+            self.layout,
+            keys,
+            keys[..., : self.value_dim] if self.value_in_key else values,
+            self.dtype,
+        )
 
     def backend(self, name: str, pool: KVPool) -> Any:
         scale = self.key_dim**-0.5
@@ -100,7 +126,9 @@ class Case:
         from model.devices.gpu.attention.backend import TritonBackend
         from model.devices.gpu.attention.fast import FastBackend
 
-        backend = (FastBackend if name == "triton-fast" else TritonBackend)(pool, scale, self.num_heads, self.configuration)
+        backend = (FastBackend if name == "triton-fast" else TritonBackend)(
+            pool, scale, self.num_heads, self.configuration
+        )
         tiles = backend.tiles if name == "triton-fast" else backend
         tiles.capacity = self.capacity or tiles.capacity
         return backend
@@ -116,16 +144,29 @@ class Case:
         """The outputs of these rows, computed together; keys and values are written to `pool`."""
         backend = self.backend(name or self.kernels, pool or self.pool())
         batch = build_batch(self.step(chosen, num_decoding), self.layout, self.device.upload)
-        q_THd, k_Td, v_Tv = (torch.cat([self.inputs[i][part] for i in chosen]).to(self.device.torch_device) for part in range(3))
-        o_THv = backend.run(backend.plan(batch), layer, q_THd, k_Td, v_Tv, self.rotation(batch.position_ids_T))
+        q_THd, k_Td, v_Tv = (
+            torch.cat([self.inputs[i][part] for i in chosen]).to(self.device.torch_device)
+            for part in range(3)
+        )
+        o_THv = backend.run(
+            backend.plan(batch), layer, q_THd, k_Td, v_Tv, self.rotation(batch.position_ids_T)
+        )
         return list(o_THv.split([len(self.rows[i].tokens) for i in chosen]))
 
     def rotate(self, interleaved: bool) -> None:
         """From now on queries and keys get a rotary embedding, with a scale of 1.25."""
-        self.rotary = Rotary(tuple(100.0 ** (-2 * i / self.key_dim) for i in range(self.key_dim // 2)), 1.25, interleaved)
+        self.rotary = Rotary(
+            tuple(100.0 ** (-2 * i / self.key_dim) for i in range(self.key_dim // 2)),
+            1.25,
+            interleaved,
+        )
 
     def rotation(self, position_ids_T: torch.Tensor) -> Rotation | None:
-        return None if self.rotary is None else RotaryTable(self.rotary)(position_ids_T, self.inputs[0][0].dtype)
+        return (
+            None
+            if self.rotary is None
+            else RotaryTable(self.rotary)(position_ids_T, self.inputs[0][0].dtype)
+        )
 
     def everyone(self) -> list[int]:
         return list(range(len(self.rows)))
@@ -135,7 +176,9 @@ class Case:
         row, inputs = self.rows[i], self.inputs[i]
         pool, outputs, first = self.pool(), [], 0
         for count in pieces:
-            self.rows[i] = Row(row.sequence, row.tokens[first : first + count], row.start + first, row.pages, None)
+            self.rows[i] = Row(
+                row.sequence, row.tokens[first : first + count], row.start + first, row.pages, None
+            )
             self.inputs[i] = tuple(x[first : first + count] for x in inputs)
             outputs += self.run([i], layer, pool=pool)
             first += count
@@ -144,18 +187,28 @@ class Case:
         return torch.cat(outputs)
 
     def step(self, chosen: Sequence[int], num_decoding: int = 0) -> StepPlan:
-        """A step of these rows, of which the first `num_decoding`, which are single tokens, come as columns."""
+        """A step of these rows, of which the first `num_decoding`, which are single tokens, come as
+        columns.
+        """
         rows = [self.rows[i] for i in chosen]
-        columns = DecodeTable.of(self.layout, rows[:num_decoding], [PENDING] * num_decoding).advance() if num_decoding else None
+        columns = (
+            DecodeTable.of(self.layout, rows[:num_decoding], [PENDING] * num_decoding).advance()
+            if num_decoding
+            else None
+        )
         return StepPlan(tuple(rows[num_decoding:]), decode=columns)
 
-    def check(self, relative: float, layer: int = 0, num_decoding: int = 0, draws: bool = True) -> None:
-        """Attention and the keys and values that it stored are those of the reference. `draws`: about half of the rows draw a token,
-        as backends may order rows by whether they do.
+    def check(
+        self, relative: float, layer: int = 0, num_decoding: int = 0, draws: bool = True
+    ) -> None:
+        """Attention and the keys and values that it stored are those of the reference. `draws`:
+        about half of the rows draw a token, as backends may order rows by whether they do.
         """
         if draws:
             rng = random.Random(sum(row.start for row in self.rows))
-            self.rows = [structs.replace(row, sample=rng.choice([None, NO_SAMPLE])) for row in self.rows]
+            self.rows = [
+                structs.replace(row, sample=rng.choice([None, NO_SAMPLE])) for row in self.rows
+            ]
         pools = self.pool(), self.pool()
         outputs = [
             self.run(self.everyone(), layer, name, pool, num_decoding)
@@ -163,15 +216,21 @@ class Case:
         ]
         for expected, actual in zip(*outputs, strict=True):
             assert actual.dtype is expected.dtype and actual.isfinite().all()
-            assert ((actual.float() - expected.float()).abs() <= relative * (1 + expected.float().abs())).all()
-        (keys, values), (their_keys, their_values) = ((pool.keys_LPSd.float(), pool.values_LPSv.float()) for pool in pools)
+            assert (
+                (actual.float() - expected.float()).abs() <= relative * (1 + expected.float().abs())
+            ).all()
+        (keys, values), (their_keys, their_values) = (
+            (pool.keys_LPSd.float(), pool.values_LPSv.float()) for pool in pools
+        )
         assert torch.equal(keys.isnan(), their_keys.isnan())
         assert torch.equal(keys.nan_to_num(), their_keys.nan_to_num())
         assert torch.equal(values.nan_to_num(), their_values.nan_to_num())
 
 
 def captured_plan(backend: Any, rows: Sequence[Row], num_rows: int) -> Any:
-    """A captured step's plan of the tokens of these rows, padded to `num_rows`; None where it is not captured."""
+    """A captured step's plan of the tokens of these rows, padded to `num_rows`; None where it is
+    not captured.
+    """
     layout = backend.pool.layout
     step = DecodeTable.of(layout, rows, [PENDING] * len(rows)).advance()
     shape = backend.shape(step.num_keys, num_rows, len(step) > len(rows))

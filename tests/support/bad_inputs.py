@@ -1,8 +1,10 @@
 """Invalid request bodies, as the bytes sent over a socket and the answers expected.
 
-Each input is sent to every route that it applies to. Where a bound differs between the dialects, the row says which. Inputs that look
-invalid but are accepted are here too, with status 200. The names B01, B02, ... only number the kinds of input, to tell them apart in the
-output of pytest; test_front.py goes on with them for invalid HTTP. This module knows nothing of processes and sockets.
+Each input is sent to every route that it applies to. Where a bound differs between the dialects,
+the row says which. Inputs that look invalid but are accepted are here too, with status 200. The
+names B01, B02, ... only number the kinds of input, to tell them apart in the output of pytest;
+test_front.py goes on with them for invalid HTTP. This module knows nothing of processes and
+sockets.
 """
 
 import hashlib
@@ -33,12 +35,15 @@ BEARER = f"authorization: Bearer {KEYS[0]}\r\n"
 
 @dataclass(frozen=True)
 class Case:
-    """A request and its answer. `request` may hold STREAM, for the id of a finished resumable stream of the first key.
+    """A request and its answer. `request` may hold STREAM, for the id of a finished resumable
+    stream of the first key.
 
-    `words` are in the message, all of them; `code` is a field of its own in OpenAI's dialect. `protocol`: refused before any route was
-    known, so the body is OpenAI's whatever the path. `closes`: the connection ends with this answer, so nothing after it was run.
-    `guarded`: for the server that has keys, few pages and short patience. `sequences`: how many a 200 has generated. `shows`: what its
-    JSON must be. `headers`: names that the answer must have. `more`: sent again and again after the request until there is an answer.
+    `words` are in the message, all of them; `code` is a field of its own in OpenAI's dialect.
+    `protocol`: refused before any route was known, so the body is OpenAI's whatever the path.
+    `closes`: the connection ends with this answer, so nothing after it was run. `guarded`: for the
+    server that has keys, few pages and short patience. `sequences`: how many a 200 has generated.
+    `shows`: what its JSON must be. `headers`: names that the answer must have. `more`: sent again
+    and again after the request until there is an answer.
     """
 
     id: str
@@ -62,7 +67,9 @@ class Case:
 
 
 def document(path: str, fields: str, prompt: str = json.dumps(SECRET)) -> str:
-    """A body whose prompt is the JSON `prompt`, with further `fields`, which are JSON members in OpenAI's spelling."""
+    """A body whose prompt is the JSON `prompt`, with further `fields`, which are JSON members in
+    OpenAI's spelling.
+    """
     if '"max_tokens"' not in fields and '"max_completion_tokens"' not in fields:
         fields = f'"max_tokens":2,{fields}'.rstrip(",")
     if path == GENERATE:
@@ -78,7 +85,10 @@ GOOD = {path: document(path, '"temperature":1') for path in ALL}
 
 def post(path: str, body: str | bytes, headers: str = JSON, method: str = "POST") -> bytes:
     data = body if isinstance(body, bytes) else body.encode("utf-8", "surrogatepass")
-    head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\n{headers}content-length: {len(data)}\r\n\r\n"
+    head = (
+        f"{method} {path} HTTP/1.1\r\nhost: localhost\r\n{headers}content-length: "
+        f"{len(data)}\r\n\r\n"
+    )
     return head.encode("latin-1") + data
 
 
@@ -94,7 +104,12 @@ BROKEN: list[tuple[str, str, Callable[[str], str | bytes], tuple[str, ...]]] = [
     ("B01", "empty body", lambda good: b"", ("empty",)),
     ("B02", "only white space", lambda good: b" \r\n\t", ("empty",)),
     ("B03", "truncated", lambda good: good[:-1], ("not JSON at character",)),
-    ("B03", "truncated in a string", lambda good: good[: good.index(SECRET) + 3], ("not JSON at character",)),
+    (
+        "B03",
+        "truncated in a string",
+        lambda good: good[: good.index(SECRET) + 3],
+        ("not JSON at character",),
+    ),
     ("B04", "trailing garbage", lambda good: good + "x", ("not JSON at character",)),
     ("B05", "two documents", lambda good: good + good, ("not JSON at character",)),
     ("B06", "an array", lambda good: "[" + good + "]", ("must be a JSON object",)),
@@ -102,24 +117,74 @@ BROKEN: list[tuple[str, str, Callable[[str], str | bytes], tuple[str, ...]]] = [
     ("B06", "a number", lambda good: "3", ("must be a JSON object",)),
     ("B06", "null", lambda good: "null", ("must be a JSON object",)),
     ("B09", "1e999 in an unknown field", lambda good: good[:-1] + ',"x":-1e999}', ("finite",)),
-    ("B11", "the same key, the same value", lambda good: good[:-1] + ",".join(["", '"x":1', '"x":1']) + "}", ("`x`", "twice")),
-    ("B11", "the same key, escaped", lambda good: good[:-1] + ',"x":1,"\\u0078":2}', ("`x`", "twice")),
-    ("B12", "arrays 10^5 deep", lambda good: good[:-1] + ',"x":' + "[" * DEEP + "]" * DEEP + "}", ("deeper than 64",)),
+    (
+        "B11",
+        "the same key, the same value",
+        lambda good: good[:-1] + ",".join(["", '"x":1', '"x":1']) + "}",
+        ("`x`", "twice"),
+    ),
+    (
+        "B11",
+        "the same key, escaped",
+        lambda good: good[:-1] + ',"x":1,"\\u0078":2}',
+        ("`x`", "twice"),
+    ),
+    (
+        "B12",
+        "arrays 10^5 deep",
+        lambda good: good[:-1] + ',"x":' + "[" * DEEP + "]" * DEEP + "}",
+        ("deeper than 64",),
+    ),
     ("B12", "objects that never close", lambda good: '{"a":' * DEEP, ("deeper than 64",)),
-    ("B13", "10^5 unknown keys", lambda good: "{" + ",".join(f'"k{i}":1' for i in range(DEEP)) + "}", (str(DEEP), "2048")),
+    (
+        "B13",
+        "10^5 unknown keys",
+        lambda good: "{" + ",".join(f'"k{i}":1' for i in range(DEEP)) + "}",
+        (str(DEEP), "2048"),
+    ),
     ("B15", "a comment", lambda good: good[:-1] + "/* no */}", ("not JSON",)),
     ("B15", "single quotes", lambda good: good.replace('"', "'"), ("not JSON",)),
     ("B15", "a trailing comma", lambda good: good[:-1] + ",}", ("not JSON",)),
-    ("B15", "a byte order mark", lambda good: b"\xef\xbb\xbf" + good.encode(), ("byte order mark",)),
+    (
+        "B15",
+        "a byte order mark",
+        lambda good: b"\xef\xbb\xbf" + good.encode(),
+        ("byte order mark",),
+    ),
     ("B16", "UTF-16", lambda good: good.encode("utf-16"), ("not UTF-8 at byte 0",)),
     ("B16", "UTF-16 without a mark", lambda good: good.encode("utf-16-le"), ("not JSON",)),
     ("B16", "UTF-32", lambda good: good.encode("utf-32"), ("not UTF-8",)),
-    ("B17", "invalid UTF-8", lambda good: good.encode().replace(b"xyzzy", b"xy\xe9y"), ("not UTF-8 at byte",)),
-    ("B18", "overlong UTF-8", lambda good: good.encode().replace(b"xyzzy", b"xy\xc0\x80"), ("not UTF-8 at byte",)),
-    ("B18", "a surrogate in UTF-8", lambda good: good.encode().replace(b"xyzzy", b"xy\xed\xa0\x80"), ("not UTF-8 at byte",)),
+    (
+        "B17",
+        "invalid UTF-8",
+        lambda good: good.encode().replace(b"xyzzy", b"xy\xe9y"),
+        ("not UTF-8 at byte",),
+    ),
+    (
+        "B18",
+        "overlong UTF-8",
+        lambda good: good.encode().replace(b"xyzzy", b"xy\xc0\x80"),
+        ("not UTF-8 at byte",),
+    ),
+    (
+        "B18",
+        "a surrogate in UTF-8",
+        lambda good: good.encode().replace(b"xyzzy", b"xy\xed\xa0\x80"),
+        ("not UTF-8 at byte",),
+    ),
     ("B20", "a lone surrogate", lambda good: good.replace("xyzzy", "\\ud800"), ("surrogate",)),
-    ("B21", "a reversed pair", lambda good: good.replace("xyzzy", "\\udc00\\ud800"), ("surrogate",)),
-    ("B22", "a lone surrogate in a key", lambda good: good[:-1] + ',"a\\uDFFF":1}', ("`a\\udfff`", "surrogate")),
+    (
+        "B21",
+        "a reversed pair",
+        lambda good: good.replace("xyzzy", "\\udc00\\ud800"),
+        ("surrogate",),
+    ),
+    (
+        "B22",
+        "a lone surrogate in a key",
+        lambda good: good[:-1] + ',"a\\uDFFF":1}',
+        ("`a\\udfff`", "surrogate"),
+    ),
 ]
 
 # --- members: (id, what they are, members, status, words), in the parameters of TGI's dialect
@@ -138,7 +203,8 @@ MEMBERS: list[tuple[str, str, int, tuple[str, ...]]] = [
     ("B14", f'"{"k" * 10**6}":1', OK, ()),
     ("B22", '"stop":["a","\\ud800"]', MALFORMED, ("stop.1", "surrogate")),
     ("B38", f'"max_tokens":1{"0" * 5000}', MALFORMED, ("number", "too long")),
-    # Null is the default everywhere; only the end token is allowed, so that the rest of the context is short.
+    # Null is the default everywhere; only the end token is allowed, so that the rest of the context
+    # is short.
     ("B38", '"max_tokens":null,"allowed_token_ids":[0]', OK, ()),
     ("B39", '"min_tokens":3', INVALID, ("min_tokens", "2", "Given: 3")),
     ("B39", f'"max_tokens":null,"min_tokens":{CONTEXT + 1}', INVALID, ("min_tokens",)),
@@ -151,7 +217,14 @@ MEMBERS: list[tuple[str, str, int, tuple[str, ...]]] = [
 # --- values of one field: (id, routes, field, values, status, words beside the field's name)
 
 VALUES: list[tuple[str, tuple[str, ...], str, tuple[Any, ...], int, tuple[str, ...]]] = [
-    ("B36", ALL, "stop_token_ids", ([-1], [1.0], [True], ["1"], [None], [[1]], [1] * 129), INVALID, ()),
+    (
+        "B36",
+        ALL,
+        "stop_token_ids",
+        ([-1], [1.0], [True], ["1"], [None], [[1]], [1] * 129),
+        INVALID,
+        (),
+    ),
     ("B36", ALL, "stop_token_ids", ([VOCABULARY], [1, 2**30]), INVALID, (str(VOCABULARY),)),
     ("B36", ALL, "allowed_token_ids", ([-1], [VOCABULARY], []), INVALID, ()),
     ("B38", ALL, "max_tokens", (-2, 1.5, "5", True, [], 2**31, 2**63, 10**400), INVALID, ()),
@@ -178,16 +251,45 @@ VALUES: list[tuple[str, tuple[str, ...], str, tuple[Any, ...], int, tuple[str, .
     ("B46", (GENERATE,), "top_n_tokens", (6, -1, True), INVALID, ()),
     ("B47", ALL, "seed", (-2, 2**63, 2**64, 1.5, "x", True), INVALID, ()),
     ("B47", ALL, "seed", (-1, 0, 2**63 - 1, 1.0), OK, ()),
-    ("B48", ALL, "stop", ([SECRET] * 17, [""], ["x" * 10**4], [None], [3], [[SECRET]], 3, {}), INVALID, ()),
+    (
+        "B48",
+        ALL,
+        "stop",
+        ([SECRET] * 17, [""], ["x" * 10**4], [None], [3], [[SECRET]], 3, {}),
+        INVALID,
+        (),
+    ),
     ("B48", ALL, "stop", (["a", "a"], []), OK, ()),
-    ("B50", ALL, "logit_bias", ({"x": 1}, {"-1": 1}, {"1e3": 1}, {"01": 1}, {"\u0663": 1}, {"1": "x"}, []), INVALID, ()),
+    (
+        "B50",
+        ALL,
+        "logit_bias",
+        ({"x": 1}, {"-1": 1}, {"1e3": 1}, {"01": 1}, {"\u0663": 1}, {"1": "x"}, []),
+        INVALID,
+        (),
+    ),
     ("B50", ALL, "logit_bias", ({str(VOCABULARY): 1}, {"1": 101}, {"1": -101}), INVALID, ()),
     ("B50", ALL, "logit_bias", ({str(i): 1 for i in range(1025)},), INVALID, ("1024",)),
-    ("B51", ALL, "temprature", (1.0, False, ""), INVALID, ("not a known field", "did you mean `temperature`?")),
-    # What clients send as a matter of course and what changes nothing: tests/server/http/test_fields.py has the whole list.
+    (
+        "B51",
+        ALL,
+        "temprature",
+        (1.0, False, ""),
+        INVALID,
+        ("not a known field", "did you mean `temperature`?"),
+    ),
+    # What clients send as a matter of course and what changes nothing:
+    # tests/server/http/test_fields.py has the whole list.
     ("B51", OPENAI, "user", ("someone",), OK, ()),
     ("B51", OPENAI, "store", (True,), OK, ()),
-    ("B52", (GENERATE, COMPLETIONS), "tools", ([{"type": "function"}],), INVALID, ("not supported",)),
+    (
+        "B52",
+        (GENERATE, COMPLETIONS),
+        "tools",
+        ([{"type": "function"}],),
+        INVALID,
+        ("not supported",),
+    ),
     ("B52", (GENERATE, COMPLETIONS), "tools", ([],), OK, ()),
     ("B52", (CHAT,), "tools", ([{"type": "function"}],), INVALID, ("is required",)),
     ("B52", ALL, "image_url", ("http://127.0.0.1:9/",), INVALID, ("not supported: text alone",)),
@@ -195,9 +297,24 @@ VALUES: list[tuple[str, tuple[str, ...], str, tuple[Any, ...], int, tuple[str, .
     ("B52", ALL, "chat_template", ("{{ 1 }}",), INVALID, ("server.chat_template",)),
     ("B52", (GENERATE, CHAT), "suffix", ("x",), INVALID, ("not supported",)),
     # Structured output is supported: only formats that do not exist are refused.
-    ("B52", OPENAI, "response_format", ({"type": "xml"}, {"type": "json_schema"}, "json", {}), INVALID, ()),
-    ("B52", (GENERATE,), "response_format", ({"type": "json_object"},), INVALID, ("did you mean `grammar`?",)),
-    # TGI's body takes any `model` next to `inputs`; in `parameters`, where these cases put it, it is ignored.
+    (
+        "B52",
+        OPENAI,
+        "response_format",
+        ({"type": "xml"}, {"type": "json_schema"}, "json", {}),
+        INVALID,
+        (),
+    ),
+    (
+        "B52",
+        (GENERATE,),
+        "response_format",
+        ({"type": "json_object"},),
+        INVALID,
+        ("did you mean `grammar`?",),
+    ),
+    # TGI's body takes any `model` next to `inputs`; in `parameters`, where these cases put it, it
+    # is ignored.
     ("B55", (GENERATE,), "model", (MODEL, "../../etc/passwd"), OK, ()),
     ("B55", OPENAI, "model", ("x" * 10**4, 3, []), INVALID, ()),
     ("B55", OPENAI, "model", (MODEL, None, "", "dummy", "tgi"), OK, ()),
@@ -209,13 +326,37 @@ COMBINED: list[tuple[str, str, str, int, tuple[str, ...]]] = [
     ("B45", COMPLETIONS, '"n":3,"best_of":2', INVALID, ("`best_of`", ">= `n` 3")),
     ("B45", COMPLETIONS, '"best_of":3,"stream":true', INVALID, ("`best_of`", "streaming")),
     ("B45", GENERATE, '"best_of":2,"do_sample":false', INVALID, ("`best_of`", "sampling")),
-    ("B46", COMPLETIONS, '"prompt_logprobs":1,"stream":true', INVALID, ("`prompt_logprobs`", "streaming")),
+    (
+        "B46",
+        COMPLETIONS,
+        '"prompt_logprobs":1,"stream":true',
+        INVALID,
+        ("`prompt_logprobs`", "streaming"),
+    ),
     ("B46", CHAT, '"top_logprobs":1,"logprobs":false', INVALID, ("`top_logprobs`",)),
-    ("B52", COMPLETIONS, '"suffix":"x"', INVALID, ("cannot fill in the middle",)),  # This model has no marks for it.
-    ("B52", COMPLETIONS, '"response_format":{"type":"json_object"},"structured_outputs":{"regex":"a"}', INVALID, ("combined",)),
+    (
+        "B52",
+        COMPLETIONS,
+        '"suffix":"x"',
+        INVALID,
+        ("cannot fill in the middle",),
+    ),  # This model has no marks for it.
+    (
+        "B52",
+        COMPLETIONS,
+        '"response_format":{"type":"json_object"},"structured_outputs":{"regex":"a"}',
+        INVALID,
+        ("combined",),
+    ),
     ("B57", COMPLETIONS, '"stream":"true"', INVALID, ("`stream`", "boolean")),
     ("B57", CHAT, '"stream":1', INVALID, ("`stream`", "boolean")),
-    ("B57", COMPLETIONS, '"stream_options":{"include_usage":true}', INVALID, ("only with `stream`",)),
+    (
+        "B57",
+        COMPLETIONS,
+        '"stream_options":{"include_usage":true}',
+        INVALID,
+        ("only with `stream`",),
+    ),
     ("B57", CHAT, '"stream_options":{}', INVALID, ("only with `stream`",)),
     ("B57", CHAT, '"stream":true,"stream_options":{"x":1}', OK, ()),
     ("B57", COMPLETIONS, '"stream":true,"stream_options":[]', INVALID, ("`stream_options`",)),
@@ -228,7 +369,16 @@ OUTERMOST: list[tuple[str, str, tuple[str, ...]]] = [
     ("B57", '"stream":1', ("`stream`", "boolean")),
     ("B52", '"max_new_tokens":2', ("did you mean `parameters.max_new_tokens`?",)),
 ]
-UNKNOWN_MODELS = ("../../etc/passwd", "/abs", "C:\\x", "%2e%2e", "http://127.0.0.1:9/", "t\u0456ny", MODEL.upper(), f"{MODEL} ")
+UNKNOWN_MODELS = (
+    "../../etc/passwd",
+    "/abs",
+    "C:\\x",
+    "%2e%2e",
+    "http://127.0.0.1:9/",
+    "t\u0456ny",
+    MODEL.upper(),
+    f"{MODEL} ",
+)
 
 # --- constraints on the output: (id, kind, value, status, words)
 
@@ -238,7 +388,13 @@ CONSTRAINTS: list[tuple[str, str, Any, int, tuple[str, ...]]] = [
     ("B53", "regex", "(?<=a)b", INVALID, ("not a regular expression",)),
     ("B53", "regex", r"(a)\1", INVALID, ("not a regular expression",)),
     ("B53", "regex", "a" * 70_000, INVALID, ("longer than 65536 characters",)),
-    ("B54", "json", {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, INVALID, ()),
+    (
+        "B54",
+        "json",
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+        INVALID,
+        (),
+    ),
     ("B54", "json", {"$ref": "http://127.0.0.1:9/schema.json"}, INVALID, ("nothing is fetched",)),
     ("B54", "json", {"$ref": "file:///etc/passwd"}, INVALID, ()),
     ("B54", "json", {"enum": ["x" * 16] * 10**5}, INVALID, ("longer than 65536 characters",)),
@@ -248,7 +404,15 @@ CONSTRAINTS: list[tuple[str, str, Any, int, tuple[str, ...]]] = [
 
 # --- prompts: (name, value, words)
 
-ODD_TEXTS = ("\x00\x01\x1f\x7f", "\ufffe\uffff\ufeff", "\u202e\u200b\u2066", "e" + "\u0301" * 100, "\u05e9\u05dc", '"\\\r\n', "[31m\x1b")
+ODD_TEXTS = (
+    "\x00\x01\x1f\x7f",
+    "\ufffe\uffff\ufeff",
+    "\u202e\u200b\u2066",
+    "e" + "\u0301" * 100,
+    "\u05e9\u05dc",
+    '"\\\r\n',
+    "[31m\x1b",
+)
 TOO_LONG = "context_length_exceeded"
 IDS: list[tuple[str, Any, tuple[str, ...]]] = [
     ("a negative id", [1, -1], ("`prompt.1`",)),
@@ -287,12 +451,22 @@ MESSAGES: list[tuple[str, str, Any, int]] = [
     ("B56", "no content", [{"role": "user"}], INVALID),
     ("B56", "null for content", [user(None)], INVALID),
     ("B56", "a number for content", [user(3)], INVALID),
-    ("B56", "an image", [user([{"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/"}}])], INVALID),
+    (
+        "B56",
+        "an image",
+        [user([{"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/"}}])],
+        INVALID,
+    ),
     ("B56", "an unknown member", [user(SECRET) | {"x": 1}], OK),
     ("B56", "1025 messages", [user("")] * 1025, INVALID),
     ("B56", "20,000 messages", [user("")] * 20_000, MALFORMED),
     ("B56", "10^5 messages", [user("")] * 10**5, 413),
-    ("B56", "an order the template refuses", [user(""), {"role": "system", "content": SECRET}], INVALID),
+    (
+        "B56",
+        "an order the template refuses",
+        [user(""), {"role": "system", "content": SECRET}],
+        INVALID,
+    ),
 ]
 
 
@@ -306,11 +480,22 @@ def body_cases() -> Iterator[Case]:
     for id, path, members, status, words in COMBINED:
         yield with_members(id, path, members, status, words)
     for id, members, words in OUTERMOST:
-        yield Case(id, members, GENERATE, post(GENERATE, f"{GOOD[GENERATE][:-1]},{members}}}"), 422, words)
+        yield Case(
+            id, members, GENERATE, post(GENERATE, f"{GOOD[GENERATE][:-1]},{members}}}"), 422, words
+        )
 
 
-def with_members(id: str, path: str, members: str, status: int, words: tuple[str, ...] = (), code: str | None = None) -> Case:
-    return Case(id, members, path, post(path, document(path, members)), status_on(path, status), words, code)
+def with_members(
+    id: str,
+    path: str,
+    members: str,
+    status: int,
+    words: tuple[str, ...] = (),
+    code: str | None = None,
+) -> Case:
+    return Case(
+        id, members, path, post(path, document(path, members)), status_on(path, status), words, code
+    )
 
 
 def value_cases() -> Iterator[Case]:
@@ -318,13 +503,25 @@ def value_cases() -> Iterator[Case]:
     for id, routes, field, values, status, words in VALUES:
         for path, value in itertools.product(routes, values):
             named = field.replace("max_tokens", "max_new_tokens") if path == GENERATE else field
-            yield with_members(id, path, f'"{field}":{json.dumps(value)}', status, words if status == OK else (named, *words))
+            yield with_members(
+                id,
+                path,
+                f'"{field}":{json.dumps(value)}',
+                status,
+                words if status == OK else (named, *words),
+            )
     for path in ALL:
         for id, kind, value, status, words in CONSTRAINTS:
-            constraint: Any = {"grammar": {"type": kind, "value": value}} if path == GENERATE else {"structured_outputs": {kind: value}}
+            constraint: Any = (
+                {"grammar": {"type": kind, "value": value}}
+                if path == GENERATE
+                else {"structured_outputs": {kind: value}}
+            )
             yield with_members(id, path, json.dumps(constraint)[1:-1], status, words)
     for path, name in itertools.product(OPENAI, UNKNOWN_MODELS):
-        yield with_members("B55", path, f'"model":{json.dumps(name)}', 404, ("no such model",), "model_not_found")
+        yield with_members(
+            "B55", path, f'"model":{json.dumps(name)}', 404, ("no such model",), "model_not_found"
+        )
 
 
 def choice_cases() -> Iterator[Case]:
@@ -333,7 +530,14 @@ def choice_cases() -> Iterator[Case]:
         request = post(path, document(path, f'"temperature":1.5,"{field}":9'))
         yield Case("B45", f"{field} 9", path, request, OK, sequences=9)
     request = post(GENERATE, document(GENERATE, '"seed":null,"do_sample":true,"details":true'))
-    yield Case("B47", "a seed is drawn and told", GENERATE, request, OK, shows=lambda body: body["details"]["seed"] >= 0)
+    yield Case(
+        "B47",
+        "a seed is drawn and told",
+        GENERATE,
+        request,
+        OK,
+        shows=lambda body: body["details"]["seed"] >= 0,
+    )
     for path in OPENAI:
         yield Case("B47", "null for a seed", path, post(path, document(path, '"seed":null')), OK)
     # The output is all of "a": what stops it stays in TGI's text and is cut off in OpenAI's.
@@ -341,14 +545,27 @@ def choice_cases() -> Iterator[Case]:
         kept = min((stop for stop in stops if set(stop) == {"a"}), key=len)
         members = f'"max_tokens":3,"allowed_token_ids":[{LETTER_A}],"stop":{json.dumps(stops)}'
         for path in ALL:
-            request = post(path, document(path, members + (',"details":true' if path == GENERATE else "")))
-            yield Case("B49", f"stop {stops}", path, request, OK, shows=lambda body, kept=kept: stopped(body, kept))
+            request = post(
+                path, document(path, members + (',"details":true' if path == GENERATE else ""))
+            )
+            yield Case(
+                "B49",
+                f"stop {stops}",
+                path,
+                request,
+                OK,
+                shows=lambda body, kept=kept: stopped(body, kept),
+            )
 
 
 def stopped(body: Any, kept: str) -> bool:
-    """Whether a stop string ended the answer at once; TGI's dialect keeps it in the text (`kept`)."""
+    """Whether a stop string ended the answer at once; TGI's dialect keeps it in the text
+    (`kept`).
+    """
     if "generated_text" in body:
-        return bool(body["generated_text"] == kept and body["details"]["finish_reason"] == "stop_sequence")
+        return bool(
+            body["generated_text"] == kept and body["details"]["finish_reason"] == "stop_sequence"
+        )
     (choice,) = body["choices"]
     text = choice["text"] if "text" in choice else choice["message"]["content"]
     return text == "" and choice["finish_reason"] == "stop"
@@ -361,37 +578,107 @@ def prompt_cases() -> Iterator[Case]:
             yield from echoed("B23", text, path)
         yield Case("B26", "white space", path, post(path, document(path, "", '" \\n"')), OK)
         request = post(path, document(path, "", json.dumps("a" * CONTEXT)))
-        yield Case("B30", "a token too many", path, request, status_on(path, INVALID), ("less than", str(CONTEXT)), TOO_LONG)
+        yield Case(
+            "B30",
+            "a token too many",
+            path,
+            request,
+            status_on(path, INVALID),
+            ("less than", str(CONTEXT)),
+            TOO_LONG,
+        )
         request = post(path, document(path, "", json.dumps("a" * (CONTEXT - 100))), JSON + BEARER)
         said = (f"{FEW_PAGES} pages", str(CONTEXT - 100) if path != CHAT else "Given")
-        yield Case("B31", "more than the cache holds", path, request, status_on(path, INVALID), said, TOO_LONG, guarded=True)
+        yield Case(
+            "B31",
+            "more than the cache holds",
+            path,
+            request,
+            status_on(path, INVALID),
+            said,
+            TOO_LONG,
+            guarded=True,
+        )
     for path, name in ((GENERATE, "inputs"), (COMPLETIONS, "prompt")):
-        for id, text in (("B24", "{}"), ("B25", '""'), ("B27", "null"), ("B28", "3"), ("B29", "{}")):
+        for id, text in (
+            ("B24", "{}"),
+            ("B25", '""'),
+            ("B27", "null"),
+            ("B28", "3"),
+            ("B29", "{}"),
+        ):
             body = "{}" if id == "B24" else document(path, "", text)
-            yield Case(id, f"{name} {text}", path, post(path, body), status_on(path, INVALID), (f"`{name}`",))
+            yield Case(
+                id,
+                f"{name} {text}",
+                path,
+                post(path, body),
+                status_on(path, INVALID),
+                (f"`{name}`",),
+            )
     yield Case("B25", "an empty message", CHAT, post(CHAT, document(CHAT, "", '""')), OK)
     for id, bad in (("B36", IDS), ("B37", LISTS)):
         for name, value, words in bad:
             text = json.dumps(value, separators=(",", ":"))
-            yield Case(id, name, COMPLETIONS, post(COMPLETIONS, document(COMPLETIONS, "", text)), 400, words)
+            yield Case(
+                id,
+                name,
+                COMPLETIONS,
+                post(COMPLETIONS, document(COMPLETIONS, "", text)),
+                400,
+                words,
+            )
             if len(text) < 10**4 and value:
-                yield Case(id, name, GENERATE, post(GENERATE, document(GENERATE, "", text)), 422, ("`inputs`", "string"))
-                yield Case(id, name, CHAT, post(CHAT, document(CHAT, "", text)), 400, ("messages.0.content",))
+                yield Case(
+                    id,
+                    name,
+                    GENERATE,
+                    post(GENERATE, document(GENERATE, "", text)),
+                    422,
+                    ("`inputs`", "string"),
+                )
+                yield Case(
+                    id,
+                    name,
+                    CHAT,
+                    post(CHAT, document(CHAT, "", text)),
+                    400,
+                    ("messages.0.content",),
+                )
     for id, name, messages, status in MESSAGES:
         members = {} if messages is ... else {"messages": messages}
         words = () if status == 413 else ("16384",) if status == MALFORMED else ("messages",)
-        yield Case(id, name, CHAT, post(CHAT, json.dumps({"max_tokens": 2} | members)), status or 400, words)
-    # A special token that a message spells is text: thirteen tokens here, and not one. In a raw prompt it is the token.
+        yield Case(
+            id,
+            name,
+            CHAT,
+            post(CHAT, json.dumps({"max_tokens": 2} | members)),
+            status or 400,
+            words,
+        )
+    # A special token that a message spells is text: thirteen tokens here, and not one. In a raw
+    # prompt it is the token.
     special = '"<|endoftext|>"'
     around = len("# user: ") + len(" \n") + len("# assistant:")
     for path, count in ((CHAT, around + 13), (COMPLETIONS, 1)):
         request = post(path, document(path, "", special))
-        yield Case("B56", "a message like a token", path, request, OK, shows=lambda body, n=count: body["usage"]["prompt_tokens"] == n)
+        yield Case(
+            "B56",
+            "a message like a token",
+            path,
+            request,
+            OK,
+            shows=lambda body, n=count: body["usage"]["prompt_tokens"] == n,
+        )
 
 
 def echoed(id: str, text: str, path: str) -> Iterator[Case]:
     """An odd but valid text: the answer begins with it on routes that can echo the prompt."""
-    members = {GENERATE: '"return_full_text":true', COMPLETIONS: '"echo":true', CHAT: '"temperature":1'}[path]
+    members = {
+        GENERATE: '"return_full_text":true',
+        COMPLETIONS: '"echo":true',
+        CHAT: '"temperature":1',
+    }[path]
 
     def shows(body: Any) -> bool:
         said = body["generated_text"] if path == GENERATE else body["choices"][0].get("text")
@@ -399,4 +686,6 @@ def echoed(id: str, text: str, path: str) -> Iterator[Case]:
 
     for ascii in (True, False):
         request = post(path, document(path, members, json.dumps(text, ensure_ascii=ascii)))
-        yield Case(id, f"{text[:4]!r} {'escaped' if ascii else 'as it is'}", path, request, OK, shows=shows)
+        yield Case(
+            id, f"{text[:4]!r} {'escaped' if ascii else 'as it is'}", path, request, OK, shows=shows
+        )

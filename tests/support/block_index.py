@@ -1,7 +1,8 @@
 """A router's knowledge of the prefixes that one replica has cached, from its KV events.
 
-Invariant: it takes messages as a router does, one after the other, and raises ValueError for one that cannot follow the one before. What a
-block is called is computed from its tokens and checked. It imports nothing of the server.
+Invariant: it takes messages as a router does, one after the other, and raises ValueError for one
+that cannot follow the one before. What a block is called is computed from its tokens and checked.
+It imports nothing of the server.
 """
 
 import hashlib
@@ -17,7 +18,9 @@ CLEARED = ["AllBlocksCleared"]
 
 
 class BlockIndex:
-    """Blocks by their hashes of 64 bits. `caller`: what stands before a client's salt where the server computes hashes."""
+    """Blocks by their hashes of 64 bits. `caller`: what stands before a client's salt where the
+    server computes hashes.
+    """
 
     def __init__(self, caller: str = "") -> None:
         self.number = -1
@@ -67,14 +70,24 @@ class BlockIndex:
         lora_name: None,
         extra_keys: list[list[str]] | None,
     ) -> None:
-        if len(hashes) != 1 or len(tokens) != block_size or (lora_id, medium, lora_name) != (None, None, None):
-            raise ValueError(f"a block of {block_size} with {hashes}, {tokens}, {lora_id}, {medium}, {lora_name}")
+        if (
+            len(hashes) != 1
+            or len(tokens) != block_size
+            or (lora_id, medium, lora_name) != (None, None, None)
+        ):
+            raise ValueError(
+                f"a block of {block_size} with {hashes}, {tokens}, {lora_id}, {medium}, {lora_name}"
+            )
         ((salt,),) = extra_keys or [[""]]
         if hashes[0] in self.blocks or (salt and parent is not None):
             raise ValueError(f"block {hashes[0]} is stored twice, or has a salt after {parent}")
         self.blocks[hashes[0]] = place = parent, tuple(tokens), salt
         self._at[place] = hashes[0]
-        before = hashlib.sha256((self._caller + salt).encode()).digest() if parent is None else self._names.get(parent)
+        before = (
+            hashlib.sha256((self._caller + salt).encode()).digest()
+            if parent is None
+            else self._names.get(parent)
+        )
         if before is None:
             self.seen["blocks whose parent was never seen"] += 1
             return
@@ -84,10 +97,14 @@ class BlockIndex:
         self._names[hashes[0]] = name
 
     def num_cached(self, tokens: Sequence[int], page_size: int, salt: str = "") -> int:
-        """How many blocks at the beginning of a prompt are cached: what a router compares between replicas."""
+        """How many blocks at the beginning of a prompt are cached: what a router compares between
+        replicas.
+        """
         parent: int | None = None
         for start in range(0, len(tokens) - page_size + 1, page_size):
-            parent = self._at.get((parent, tuple(tokens[start : start + page_size]), salt if start == 0 else ""))
+            parent = self._at.get(
+                (parent, tuple(tokens[start : start + page_size]), salt if start == 0 else "")
+            )
             if parent is None:
                 return start // page_size
         return len(tokens) // page_size
@@ -96,4 +113,8 @@ class BlockIndex:
         """How the blocks differ from those of these full hashes."""
         right = {int.from_bytes(name[-8:]) for name in names}
         missing, added = right - self.blocks.keys(), self.blocks.keys() - right
-        return [f"{len(missing)} of {len(right)} blocks are not known, {len(added)} are gone"] if missing or added else []
+        return (
+            [f"{len(missing)} of {len(right)} blocks are not known, {len(added)} are gone"]
+            if missing or added
+            else []
+        )

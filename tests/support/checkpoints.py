@@ -1,4 +1,6 @@
-"""Tiny random checkpoints written by `transformers`, which is also the oracle for what is read from them."""
+"""Tiny random checkpoints written by `transformers`, which is also the oracle for what is read from
+them.
+"""
 
 import json
 from dataclasses import dataclass
@@ -26,11 +28,45 @@ class Shape:
 
 
 SHAPES = (
-    Shape(n_head=4, head_dim=16, n_layer=3, vocab_size=300, n_inner=None, activation="gelu_pytorch_tanh"),
-    Shape(n_head=1, head_dim=128, n_layer=2, vocab_size=257, n_inner=200, activation="gelu", seed=1),
-    Shape(n_head=12, head_dim=32, n_layer=2, vocab_size=1009, n_inner=None, activation="gelu_pytorch_tanh", seed=2),
-    Shape(n_head=7, head_dim=24, n_layer=4, vocab_size=511, n_inner=100, activation="relu", tied=False, seed=3),
-    Shape(n_head=3, head_dim=64, n_layer=2, vocab_size=333, n_inner=None, activation="gelu_pytorch_tanh", seed=4),
+    Shape(
+        n_head=4,
+        head_dim=16,
+        n_layer=3,
+        vocab_size=300,
+        n_inner=None,
+        activation="gelu_pytorch_tanh",
+    ),
+    Shape(
+        n_head=1, head_dim=128, n_layer=2, vocab_size=257, n_inner=200, activation="gelu", seed=1
+    ),
+    Shape(
+        n_head=12,
+        head_dim=32,
+        n_layer=2,
+        vocab_size=1009,
+        n_inner=None,
+        activation="gelu_pytorch_tanh",
+        seed=2,
+    ),
+    Shape(
+        n_head=7,
+        head_dim=24,
+        n_layer=4,
+        vocab_size=511,
+        n_inner=100,
+        activation="relu",
+        tied=False,
+        seed=3,
+    ),
+    Shape(
+        n_head=3,
+        head_dim=64,
+        n_layer=2,
+        vocab_size=333,
+        n_inner=None,
+        activation="gelu_pytorch_tanh",
+        seed=4,
+    ),
 )
 N_POSITIONS = 512
 
@@ -46,11 +82,15 @@ class TinyCheckpoint:
     def oracle(self) -> Any:
         from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(self.folder, attn_implementation="eager", dtype=torch.float32).eval()
+        return AutoModelForCausalLM.from_pretrained(
+            self.folder, attn_implementation="eager", dtype=torch.float32
+        ).eval()
 
 
 def make_checkpoint(shape: Shape, folder: Path, positions: int = N_POSITIONS) -> TinyCheckpoint:
-    """Writes config, weights and tokenizer of a random model, its logits spread enough that greedy choices are not ties."""
+    """Writes config, weights and tokenizer of a random model, its logits spread enough that greedy
+    choices are not ties.
+    """
     from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
 
     torch.manual_seed(shape.seed)
@@ -71,7 +111,9 @@ def make_checkpoint(shape: Shape, folder: Path, positions: int = N_POSITIONS) ->
     )
     model = GPTBigCodeForCausalLM(config)
     with torch.no_grad():
-        for parameter in model.parameters():  # Biases and norms too, so that none can be forgotten unnoticed.
+        for (
+            parameter
+        ) in model.parameters():  # Biases and norms too, so that none can be forgotten unnoticed.
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)
@@ -81,21 +123,30 @@ def make_checkpoint(shape: Shape, folder: Path, positions: int = N_POSITIONS) ->
 
 def store_as(folder: Path, dtype: torch.dtype) -> Path:
     """Rounds the weights of a folder to `dtype`, in which they are then stored. -> the folder"""
-    tensors = {name: value.to(dtype) for name, value in load_file(folder / "model.safetensors").items()}
+    tensors = {
+        name: value.to(dtype) for name, value in load_file(folder / "model.safetensors").items()
+    }
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")})
+    )
     return folder
 
 
 def make_tokenizer(marks: tuple[str, ...] = (), vocab_size: int = 257) -> Tokenizer:
-    """A byte-level BPE of 257 tokens, the smallest vocabulary of SHAPES; id 0 ends a text. `marks` are further special tokens."""
+    """A byte-level BPE of 257 tokens, the smallest vocabulary of SHAPES; id 0 ends a text. `marks`
+    are further special tokens.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=["<|endoftext|>", *marks], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>", *marks],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(["def f(x):\n    return x\n"] * 4, trainer)
     return tokenizer

@@ -1,4 +1,6 @@
-"""What a live test or a bench asks of its figures. Plain data, for machines that have no package to print it with."""
+"""What a live test or a bench asks of its figures. Plain data, for machines that have no package to
+print it with.
+"""
 
 from dataclasses import dataclass
 from typing import Any

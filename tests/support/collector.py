@@ -31,7 +31,11 @@ class Span:
 def _plain(value: Any) -> Any:
     """The value of an attribute."""
     kind = value.WhichOneof("value")
-    return [_plain(each) for each in value.array_value.values] if kind == "array_value" else getattr(value, kind)
+    return (
+        [_plain(each) for each in value.array_value.values]
+        if kind == "array_value"
+        else getattr(value, kind)
+    )
 
 
 def _attributes(pairs: Any) -> dict[str, Any]:
@@ -53,7 +57,10 @@ class Collector:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 data = self.rfile.read(int(self.headers["content-length"]))
-                found = self.path == "/v1/traces" and self.headers["content-type"] == "application/x-protobuf"
+                found = (
+                    self.path == "/v1/traces"
+                    and self.headers["content-type"] == "application/x-protobuf"
+                )
                 if found:
                     collector.take(data)
                 self.send_response(200 if found else 404)
@@ -74,16 +81,37 @@ class Collector:
                 for span in scope.spans:
                     ids = span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex()
                     times = span.start_time_unix_nano / 1e9, span.end_time_unix_nano / 1e9
-                    self.spans.append(Span(*ids, span.name, span.kind, *times, span.status.code == 2, _attributes(span.attributes), about))
+                    self.spans.append(
+                        Span(
+                            *ids,
+                            span.name,
+                            span.kind,
+                            *times,
+                            span.status.code == 2,
+                            _attributes(span.attributes),
+                            about,
+                        )
+                    )
 
     def of(self, request_id: str) -> dict[str, Span]:
-        """The spans of a request: the whole, and what is below it, by name. Waits for the whole, which ends last."""
+        """The spans of a request: the whole, and what is below it, by name. Waits for the whole,
+        which ends last.
+        """
 
         def whole() -> Span | None:
-            return next((span for span in self.spans if span.attributes.get("onehead.request_id") == request_id), None)
+            return next(
+                (
+                    span
+                    for span in self.spans
+                    if span.attributes.get("onehead.request_id") == request_id
+                ),
+                None,
+            )
 
         found = wait_until(whole, f"the span of {request_id}")
-        return {"whole": found} | {span.name: span for span in self.spans if span.parent == found.id}
+        return {"whole": found} | {
+            span.name: span for span in self.spans if span.parent == found.id
+        }
 
 
 @contextmanager

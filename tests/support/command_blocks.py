@@ -1,9 +1,10 @@
 """Fenced command blocks of a Markdown page, and the place where they are run.
 
-A page's blocks run in order, in one temporary folder. A block that starts `onehead serve` leaves that server
-running for the blocks after it; before the first such block, requests to localhost:8000 go to a server that
-all pages share. Invariant: what runs is the block's text; only the port, the way to `onehead` and curl's
-reporting of failures are added. It knows nothing of what a page should say.
+A page's blocks run in order, in one temporary folder. A block that starts `onehead serve` leaves
+that server running for the blocks after it; before the first such block, requests to localhost:8000
+go to a server that all pages share. Invariant: what runs is the block's text; only the port, the
+way to `onehead` and curl's reporting of failures are added. It knows nothing of what a page should
+say.
 """
 
 import os
@@ -49,17 +50,22 @@ def blocks(page: str) -> list[Block]:
 
 
 class Reader:
-    """Runs the blocks of a page as its reader would, each page in a folder of its own below `folder`."""
+    """Runs the blocks of a page as its reader would, each page in a folder of its own below
+    `folder`.
+    """
 
     def __init__(self, folder: Path, port: int) -> None:
         self._root, self._shared_port = folder, port
         self._servers: dict[str, tuple[subprocess.Popen[str], int]] = {}
-        """What a block starts -> the server and its port: pages that start the same one share it."""
+        """What a block starts -> the server and its port: pages that start the same one share
+        it."""
         commands = folder / "bin"
         commands.mkdir()
         module, function = entry_point()
         program = f"import sys; from {module} import {function}; sys.exit({function}())"
-        (commands / "onehead").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(program)} "$@"\n')
+        (commands / "onehead").write_text(
+            f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(program)} "$@"\n'
+        )
         (commands / "onehead").chmod(0o755)
         self._environment = os.environ | {
             "PATH": f"{commands}:{os.environ['PATH']}",
@@ -79,7 +85,9 @@ class Reader:
             (self._folder / name).symlink_to(ROOT / name)
 
     def run(self, block: Block) -> str:
-        """What the block prints. Fails where it does, and where a request is not answered with 2xx."""
+        """What the block prints. Fails where it does, and where a request is not answered with
+        2xx.
+        """
         text = block.text.replace("localhost:8000", f"localhost:{self._port}")
         if block.serves:
             self._port = self._serve(_SERVE.sub("exec onehead serve", text))
@@ -91,7 +99,13 @@ class Reader:
 
     def _done(self, command: list[str]) -> str:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=DEADLINE, check=False, cwd=self._folder, env=self._environment
+            command,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
+            check=False,
+            cwd=self._folder,
+            env=self._environment,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

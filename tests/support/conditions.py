@@ -1,8 +1,10 @@
-"""The conditions that an answer must not depend on (batch invariance), each as a pass over the same requests in an engine in this process.
+"""The conditions that an answer must not depend on (batch invariance), each as a pass over the same
+requests in an engine in this process.
 
-A trace is everything that the engine reported for a request, with floats by their bits; the reference is each request alone in its own
-scheduler. The other requests arrive in a random order and at random steps, so that a pass costs little more than the reference. This
-module knows nothing of HTTP or of how anything is computed.
+A trace is everything that the engine reported for a request, with floats by their bits; the
+reference is each request alone in its own scheduler. The other requests arrive in a random order
+and at random steps, so that a pass costs little more than the reference. This module knows nothing
+of HTTP or of how anything is computed.
 """
 
 import random
@@ -35,11 +37,13 @@ FEW = 4
 HOARDING = 0.1
 """Chance that a step finds the free pages taken, or returned."""
 EXTRA_TOKENS = 1
-"""Tokens that a request sent before, to fill the prefix cache, has after the prefix that it shares with the case."""
+"""Tokens that a request sent before, to fill the prefix cache, has after the prefix that it shares
+with the case."""
 
 Trace = list[tuple[Any, ...]]
-"""("scored", token, logprob, rank, top) for each prompt token that is scored, then ("drawn", token, logprob, finish, top) for each of the
-output; ("failed", reason) in the place of a token that could not be drawn."""
+"""("scored", token, logprob, rank, top) for each prompt token that is scored, then ("drawn", token,
+logprob, finish, top) for each of the output; ("failed", reason) in the place of a token that could
+not be drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,9 @@ class Case:
 
 @dataclass(slots=True)
 class Outcome:
-    """The result of a pass: traces by case number, and whether the condition that it is about occurred."""
+    """The result of a pass: traces by case number, and whether the condition that it is about
+    occurred.
+    """
 
     name: str
     traces: dict[int, Trace] = field(default_factory=dict)
@@ -77,14 +83,27 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.2, "typical_p": 0.8},
     {"temperature": 1.0, "min_p": 0.05},
-    {"temperature": 0.9, "presence_penalty": 0.7, "frequency_penalty": -0.2, "repetition_penalty": 0.9},
-    {"temperature": 1.1, "top_k": 100, "top_p": 0.8, "typical_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1},
+    {
+        "temperature": 0.9,
+        "presence_penalty": 0.7,
+        "frequency_penalty": -0.2,
+        "repetition_penalty": 0.9,
+    },
+    {
+        "temperature": 1.1,
+        "top_k": 100,
+        "top_p": 0.8,
+        "typical_p": 0.95,
+        "min_p": 0.01,
+        "repetition_penalty": 1.1,
+    },
 )
 
 
 def make_cases(number_of_cases: int, vocab_size: int, context: int, seed: int) -> list[Case]:
-    """Requests, greedy and sampled, some with alternatives, some with their prompts scored; lengths log-uniform from 1 to the most that
-    fits. Every other prompt repeats itself, so that drafts can be made.
+    """Requests, greedy and sampled, some with alternatives, some with their prompts scored; lengths
+    log-uniform from 1 to the most that fits. Every other prompt repeats itself, so that drafts can
+    be made.
     """
     rng = random.Random(seed)
     longest = min(MOST_PROMPT, context - MOST_OUTPUT)
@@ -95,7 +114,9 @@ def make_cases(number_of_cases: int, vocab_size: int, context: int, seed: int) -
         sampling = Sampling(**SAMPLINGS[number % len(SAMPLINGS)], seed=rng.getrandbits(32))
         prompt = (words * length)[:length]
         num_top = 5 if number % 3 == 0 else 0
-        cases.append(Case(prompt, rng.randint(1, MOST_OUTPUT), sampling, num_top, scored=number % 7 == 3))
+        cases.append(
+            Case(prompt, rng.randint(1, MOST_OUTPUT), sampling, num_top, scored=number % 7 == 3)
+        )
     return cases
 
 
@@ -104,20 +125,36 @@ def make_cases(number_of_cases: int, vocab_size: int, context: int, seed: int) -
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A loaded runner, over which each pass makes an engine; pages keep what earlier passes left in them."""
+    """A loaded runner, over which each pass makes an engine; pages keep what earlier passes left in
+    them.
+    """
 
     runner: ModelRunner
     context: int
 
-    def core(self, max_running: int, step_tokens: int = STEP_TOKENS, pages: int | None = None, speculate: bool = False) -> EngineCore:
+    def core(
+        self,
+        max_running: int,
+        step_tokens: int = STEP_TOKENS,
+        pages: int | None = None,
+        speculate: bool = False,
+    ) -> EngineCore:
         pool = self.runner.pool
-        limits = Limits(pages or pool.num_pages, pool.layout, self.context, max_running, max(step_tokens, max_running))
+        limits = Limits(
+            pages or pool.num_pages,
+            pool.layout,
+            self.context,
+            max_running,
+            max(step_tokens, max_running),
+        )
         more = [_drafter_for] if speculate else []
         return EngineCore(Scheduler(limits, *more), self.runner)
 
 
 def can_speculate() -> bool:
-    """Whether this checkout has speculative decoding: the trial is also run on commits from before it."""
+    """Whether this checkout has speculative decoding: the trial is also run on commits from before
+    it.
+    """
     return find_spec("server.engine.drafts") is not None
 
 
@@ -126,7 +163,15 @@ def _drafter_for(sequence: Any) -> Any:
 
 
 def submit(core: EngineCore, id: int, case: Case, salt: str = "") -> None:
-    core.scheduler.submit(id, case.prompt, case.tokens, case.sampling, salt=salt, num_top=case.num_top, score_prompt=case.scored)
+    core.scheduler.submit(
+        id,
+        case.prompt,
+        case.tokens,
+        case.sampling,
+        salt=salt,
+        num_top=case.num_top,
+        score_prompt=case.scored,
+    )
 
 
 def step(core: EngineCore, traces: dict[int, Trace]) -> list[int]:
@@ -135,10 +180,15 @@ def step(core: EngineCore, traces: dict[int, Trace]) -> list[int]:
     for event in core.step():
         trace = traces.setdefault(event.id, [])
         if isinstance(event, PromptScored):
-            trace += [("scored", score.token, score.logprob.hex(), score.rank, _bits(score.top)) for score in event.scores]
+            trace += [
+                ("scored", score.token, score.logprob.hex(), score.rank, _bits(score.top))
+                for score in event.scores
+            ]
         elif isinstance(event, TokenEvent) and isinstance(event.drawn, SampledToken):
             drawn = event.drawn
-            trace.append(("drawn", drawn.token, drawn.logprob.hex(), event.finish, _bits(drawn.top)))
+            trace.append(
+                ("drawn", drawn.token, drawn.logprob.hex(), event.finish, _bits(drawn.top))
+            )
             ended += [] if event.finish is None else [event.id]
         else:
             trace.append(("failed", event.drawn.reason))
@@ -176,9 +226,11 @@ def alone(engine: Engine, cases: list[Case], ended: Ended, name: str = "alone") 
     return [outcome]
 
 
-def together(core: EngineCore, cases: list[Case], ended: Ended, name: str, most: int, hoarding: bool = False) -> Outcome:
-    """All cases in a random order, arriving at random steps while fewer than `most` are open. `hoarding`: all free pages are taken at
-    random steps, to force preemptions.
+def together(
+    core: EngineCore, cases: list[Case], ended: Ended, name: str, most: int, hoarding: bool = False
+) -> Outcome:
+    """All cases in a random order, arriving at random steps while fewer than `most` are open.
+    `hoarding`: all free pages are taken at random steps, to force preemptions.
     """
     rng, outcome, scheduler = random.Random(name), Outcome(name), core.scheduler
     coming = rng.sample(range(len(cases)), len(cases))
@@ -199,7 +251,10 @@ def together(core: EngineCore, cases: list[Case], ended: Ended, name: str, most:
     problems = integrity(scheduler)
     if problems:
         raise SystemExit(f"{name}: {problems[0]}")
-    outcome.occurred, outcome.evidence = 2 * num_most >= min(most, len(cases)), f"up to {num_most} at once"
+    outcome.occurred, outcome.evidence = (
+        2 * num_most >= min(most, len(cases)),
+        f"up to {num_most} at once",
+    )
     return outcome
 
 
@@ -216,15 +271,17 @@ def batches(engine: Engine, cases: list[Case], ended: Ended, size: int) -> list[
     return [together(engine.core(size), cases, ended, f"batches of {size}", size)]
 
 
-def budgets(engine: Engine, cases: list[Case], ended: Ended, step_tokens: int | None) -> list[Outcome]:
+def budgets(
+    engine: Engine, cases: list[Case], ended: Ended, step_tokens: int | None
+) -> list[Outcome]:
     """Chunked prefill: a budget of None computes every prompt in one step."""
     core = engine.core(FEW, step_tokens or FEW * engine.context)
     return [together(core, cases, ended, f"steps of {step_tokens or 'any number of'} tokens", FEW)]
 
 
 def prefixes(engine: Engine, cases: list[Case], ended: Ended) -> list[Outcome]:
-    """One scheduler that keeps its prefix cache: each case after others with another salt, after one with the same prefix, and after
-    itself.
+    """One scheduler that keeps its prefix cache: each case after others with another salt, after
+    one with the same prefix, and after itself.
     """
     rng, core = random.Random("prefixes"), engine.core(1)
     names = "prefix missed", "prefix hit in part", "prefix hit"
@@ -236,30 +293,49 @@ def prefixes(engine: Engine, cases: list[Case], ended: Ended) -> list[Outcome]:
             if place == 1:
                 finish(core, 4 * number + 3, Case(earlier, 1, Sampling(temperature=0.0)))
             before = scheduler.num_hit_tokens
-            outcome.traces[number] = finish(core, 4 * number + place, case, salt="another's" if place == 0 else "")
+            outcome.traces[number] = finish(
+                core, 4 * number + place, case, salt="another's" if place == 0 else ""
+            )
             hits[place] += scheduler.num_hit_tokens - before
         ended(1)
     for place, outcome in enumerate(outcomes):
-        outcome.occurred, outcome.evidence = (hits[place] == 0) == (place == 0), f"{hits[place]} tokens hit"
+        outcome.occurred, outcome.evidence = (
+            (hits[place] == 0) == (place == 0),
+            f"{hits[place]} tokens hit",
+        )
     return outcomes
 
 
 def preemptions(engine: Engine, cases: list[Case], ended: Ended, most: int = 16) -> list[Outcome]:
-    """A pool that just fits the longest case, and at times less, so that sequences are preempted."""
+    """A pool that just fits the longest case, and at times less, so that sequences are
+    preempted.
+    """
     layout, step_tokens = engine.runner.pool.layout, 2 * most
     longest = max(len(case.prompt) + case.tokens for case in cases)
-    pages = next(pages for pages in count(1) if layout.most_tokens(pages, step_tokens, engine.context) >= longest)
+    pages = next(
+        pages
+        for pages in count(1)
+        if layout.most_tokens(pages, step_tokens, engine.context) >= longest
+    )
     core = engine.core(most, step_tokens, pages)
     outcome = together(core, cases, ended, "preempted", most, hoarding=True)
     outcome.occurred = bool(outcome.preempted)
-    outcome.evidence = f"{len(outcome.preempted)} preempted, {core.scheduler.num_preemptions} preemptions"
+    outcome.evidence = (
+        f"{len(outcome.preempted)} preempted, {core.scheduler.num_preemptions} preemptions"
+    )
     return [outcome]
 
 
-def threads(engine: Engine, cases: list[Case], ended: Ended, number: int, size: int) -> list[Outcome]:
+def threads(
+    engine: Engine, cases: list[Case], ended: Ended, number: int, size: int
+) -> list[Outcome]:
     with torch_threads(number):
         name = f"{number} threads, {'alone' if size == 1 else f'batches of {size}'}"
-        return alone(engine, cases, ended, name) if size == 1 else [together(engine.core(size), cases, ended, name, size)]
+        return (
+            alone(engine, cases, ended, name)
+            if size == 1
+            else [together(engine.core(size), cases, ended, name, size)]
+        )
 
 
 @contextmanager
@@ -278,7 +354,9 @@ def speculation(engine: Engine, cases: list[Case], ended: Ended) -> list[Outcome
     outcome = together(core, cases, ended, "speculation", FEW)
     scheduler: Any = core.scheduler
     outcome.occurred = scheduler.num_accepted_tokens > 0
-    outcome.evidence = f"{scheduler.num_accepted_tokens} of {scheduler.num_drafted_tokens} guesses came true"
+    outcome.evidence = (
+        f"{scheduler.num_accepted_tokens} of {scheduler.num_drafted_tokens} guesses came true"
+    )
     return [outcome]
 
 
@@ -306,7 +384,9 @@ def difference(expected: Trace, actual: Trace) -> str | None:
     for place, (right, wrong) in enumerate(zip(expected, actual, strict=False)):
         if right != wrong:
             return f"item {place} of {len(expected)} is {wrong} instead of {right}"
-    return None if len(expected) == len(actual) else f"{len(actual)} items instead of {len(expected)}"
+    return (
+        None if len(expected) == len(actual) else f"{len(actual)} items instead of {len(expected)}"
+    )
 
 
 def compare(reference: dict[int, Trace], outcome: Outcome, cases: list[Case]) -> dict[str, Any]:
@@ -329,4 +409,7 @@ def compare(reference: dict[int, Trace], outcome: Outcome, cases: list[Case]) ->
 
 def _described(case: Case) -> str:
     scored = ", scored" if case.scored else ""
-    return f"{len(case.prompt)} + {case.tokens} tokens, temperature {case.sampling.temperature:g}{scored}"
+    return (
+        f"{len(case.prompt)} + {case.tokens} tokens, temperature "
+        f"{case.sampling.temperature:g}{scored}"
+    )

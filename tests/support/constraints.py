@@ -1,4 +1,6 @@
-"""Constraints as clients send them, as data: published examples of other servers, everyday expressions, and 40 to be served together."""
+"""Constraints as clients send them, as data: published examples of other servers, everyday
+expressions, and 40 to be served together.
+"""
 
 from typing import Any
 
@@ -26,10 +28,23 @@ PERSON: dict[str, Any] = {
     },
     "required": ["firstName", "lastName", "hobby", "numCats"],
 }
-WEATHER = {"properties": {"unit": {"enum": ["celsius", "fahrenheit"]}, "temperature": {"type": "integer"}}, "required": ["unit"]}
+WEATHER = {
+    "properties": {"unit": {"enum": ["celsius", "fahrenheit"]}, "temperature": {"type": "integer"}},
+    "required": ["unit"],
+}
 CAR: dict[str, Any] = {
-    "$defs": {"CarType": {"enum": ["SEDAN", "SUV", "TRUCK", "COUPE"], "title": "CarType", "type": "string"}},
-    "properties": {"brand": {"type": "string"}, "model": {"type": "string"}, "car_type": {"$ref": "#/$defs/CarType"}},
+    "$defs": {
+        "CarType": {
+            "enum": ["SEDAN", "SUV", "TRUCK", "COUPE"],
+            "title": "CarType",
+            "type": "string",
+        }
+    },
+    "properties": {
+        "brand": {"type": "string"},
+        "model": {"type": "string"},
+        "car_type": {"$ref": "#/$defs/CarType"},
+    },
     "required": ["brand", "model", "car_type"],
     "title": "CarDescription",
     "type": "object",
@@ -65,7 +80,10 @@ STEPS: dict[str, Any] = {
             "type": "object",
         }
     },
-    "properties": {"steps": {"items": {"$ref": "#/$defs/Step"}, "type": "array"}, "final_answer": {"type": "string"}},
+    "properties": {
+        "steps": {"items": {"$ref": "#/$defs/Step"}, "type": "array"},
+        "final_answer": {"type": "string"},
+    },
     "required": ["steps", "final_answer"],
     "type": "object",
     "additionalProperties": False,
@@ -98,7 +116,21 @@ PUBLISHED: list[tuple[str, Any]] = [
     ("json", WEATHER),
     # vLLM: its guide, its example scripts and its tests.
     ("choice", ["positive", "negative"]),
-    ("choice", ["Python", "Java", "JavaScript", "C++", "C#", "PHP", "TypeScript", "Ruby", "Swift", "Kotlin"]),
+    (
+        "choice",
+        [
+            "Python",
+            "Java",
+            "JavaScript",
+            "C++",
+            "C#",
+            "PHP",
+            "TypeScript",
+            "Ruby",
+            "Swift",
+            "Kotlin",
+        ],
+    ),
     ("regex", r"\w+@\w+\.com\n"),
     ("regex", r"[a-z0-9.]{1,20}@\w{6,10}\.com\n"),
     ("regex", r"((25[0-5]|(2[0-4]|1\d|[1-9]|)\d)\.){3}(25[0-5]|(2[0-4]|1\d|[1-9]|)\d)"),
@@ -106,7 +138,13 @@ PUBLISHED: list[tuple[str, Any]] = [
     ("json", EMPLOYEE),
     ("json", STEPS),
     ("json", TAGS),
-    ("json", {"type": "object", "properties": {"description": {"type": "string", "minLength": 50, "maxLength": 50}}}),
+    (
+        "json",
+        {
+            "type": "object",
+            "properties": {"description": {"type": "string", "minLength": 50, "maxLength": 50}},
+        },
+    ),
     ("json", {"type": "object"}),
     ("lark", SQL),
 ]
@@ -145,18 +183,34 @@ EVERYDAY = [
 
 def strings(count: int, fewest: int, most: int) -> dict[str, Any]:
     """An object of long strings, for each character of which the lexer has states."""
-    properties = {f"text_{i}": {"type": "string", "minLength": fewest, "maxLength": most + i} for i in range(count)}
+    properties = {
+        f"text_{i}": {"type": "string", "minLength": fewest, "maxLength": most + i}
+        for i in range(count)
+    }
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
 TREE: dict[str, Any] = {
-    "$defs": {"node": {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$ref": "#/$defs/node"}}, "required": ["v"]}},
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {"v": {"type": "integer"}, "next": {"$ref": "#/$defs/node"}},
+            "required": ["v"],
+        }
+    },
     "$ref": "#/$defs/node",
 }
 DATES = {"type": "array", "items": {"type": "string", "format": "date-time"}, "maxItems": 5}
 MIXED: list[tuple[str, Any]] = list(PUBLISHED)
-MIXED += [("regex", expression) for expression in EVERYDAY if ("regex", expression) not in PUBLISHED][:15]
-MIXED += [("json", strings(10, 120, 1100)), ("json", strings(3, 10, 40)), ("json", TREE), ("json", DATES)]
-# The compiler refuses these. Tests hand them to the engine directly and expect the same failure alone and in a batch. Whether the second
-# fails depends on the first letter that is drawn.
+MIXED += [
+    ("regex", expression) for expression in EVERYDAY if ("regex", expression) not in PUBLISHED
+][:15]
+MIXED += [
+    ("json", strings(10, 120, 1100)),
+    ("json", strings(3, 10, 40)),
+    ("json", TREE),
+    ("json", DATES),
+]
+# The compiler refuses these. Tests hand them to the engine directly and expect the same failure
+# alone and in a batch. Whether the second fails depends on the first letter that is drawn.
 BOMBS = ["(?:a{1,1000}){1000}", "[a-m](?:a{1,1000}){1000}|[n-z]z{1,300}"]

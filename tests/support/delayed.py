@@ -1,7 +1,9 @@
-"""An asynchronous runner made of a synchronous one: steps wait in a queue, as on a device, and are computed late.
+"""An asynchronous runner made of a synchronous one: steps wait in a queue, as on a device, and are
+computed late.
 
-What a plan refers to is copied at launch, as a real runner's upload does. A PENDING token is the one that its sequence sampled in the
-step launched before, whatever the scheduler has recorded since.
+What a plan refers to is copied at launch, as a real runner's upload does. A PENDING token is the
+one that its sequence sampled in the step launched before, whatever the scheduler has recorded
+since.
 """
 
 from collections import deque
@@ -19,7 +21,9 @@ class DelayedFlight:
 
     done = False
 
-    def __init__(self, runner: "DelayedRunner", plan: StepPlan, before: "DelayedFlight | None") -> None:
+    def __init__(
+        self, runner: "DelayedRunner", plan: StepPlan, before: "DelayedFlight | None"
+    ) -> None:
         self.runner, self.plan, self.before = runner, plan, before
         self.found: StepResult | None = None
 
@@ -32,13 +36,19 @@ class DelayedFlight:
         plan = StepPlan(tuple(self._seen(row) for row in self.plan.rows), self.plan.clear)
         self.before = None
         self.found = self.runner.finish(plan)
-        self.drawn = {row.sequence: drawn for row, drawn in zip(plan.rows, self.found.drawn, strict=True)}
+        self.drawn = {
+            row.sequence: drawn for row, drawn in zip(plan.rows, self.found.drawn, strict=True)
+        }
 
     def _seen(self, row: Row) -> Row:
         if PENDING not in row.tokens:
-            assert row.sample is None or not row.sample.num_unseen, "a row without PENDING whose sample counts unseen tokens"
+            assert row.sample is None or not row.sample.num_unseen, (
+                "a row without PENDING whose sample counts unseen tokens"
+            )
             return row
-        assert row.tokens.index(PENDING) == len(row.tokens) - 1 and not row.drafts, "only the last token can be unseen"
+        assert row.tokens.index(PENDING) == len(row.tokens) - 1 and not row.drafts, (
+            "only the last token can be unseen"
+        )
         assert self.before is not None, "a token is waited for, and no step is in flight"
         drawn = self.before.drawn[row.sequence]
         token = drawn.token if isinstance(drawn, SampledToken) else NO_TOKEN
@@ -48,7 +58,9 @@ class DelayedFlight:
 
 
 class DelayedRunner:
-    """`run` computes a step at once. `launch` calls `begin`, which may raise MemoryError, and `finish` computes the step late."""
+    """`run` computes a step at once. `launch` calls `begin`, which may raise MemoryError, and
+    `finish` computes the step late.
+    """
 
     def __init__(
         self,
@@ -65,7 +77,9 @@ class DelayedRunner:
 
     def launch(self, plan: StepPlan) -> DelayedFlight:
         self.begin(plan)
-        self.last = DelayedFlight(self, StepPlan(tuple(map(_copy, plan.rows)), tuple(plan.clear)), self.last)
+        self.last = DelayedFlight(
+            self, StepPlan(tuple(map(_copy, plan.rows)), tuple(plan.clear)), self.last
+        )
         self.queue.append(self.last)
         flight = self.last
         self.most_in_flight = max(self.most_in_flight, len(self.queue))
@@ -80,4 +94,6 @@ class DelayedRunner:
 
 def _copy(row: Row) -> Row:
     sample = None if row.sample is None else replace(row.sample, output=list(row.sample.output))
-    return replace(row, tokens=list(row.tokens), pages=[pages[:] for pages in row.pages], sample=sample)
+    return replace(
+        row, tokens=list(row.tokens), pages=[pages[:] for pages in row.pages], sample=sample
+    )

@@ -11,26 +11,42 @@ BLOCK = 2048
 Reals = NDArray[np.float64]
 
 
-def philox(seed: NDArray[np.uint64], counter: Sequence[NDArray[np.uint64]]) -> list[NDArray[np.uint64]]:
+def philox(
+    seed: NDArray[np.uint64], counter: Sequence[NDArray[np.uint64]]
+) -> list[NDArray[np.uint64]]:
     """Philox4x32-10 (Salmon et al. 2011) -> four 32-bit words for each counter of four."""
     mask, low = np.uint64(0xFFFFFFFF), np.uint64(32)
     key = [seed & mask, seed >> low]
     a, b, c, d = counter
     for _ in range(10):
         left, right = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
-        a, b, c, d = (right >> low) ^ b ^ key[0], right & mask, (left >> low) ^ d ^ key[1], left & mask
+        a, b, c, d = (
+            (right >> low) ^ b ^ key[0],
+            right & mask,
+            (left >> low) ^ d ^ key[1],
+            left & mask,
+        )
         key = [(key[0] + np.uint64(0x9E3779B9)) & mask, (key[1] + np.uint64(0xBB67AE85)) & mask]
     return [a, b, c, d]
 
 
-def words(seeds: Sequence[int], choices: Sequence[int], indices: Sequence[int], tokens: Sequence[int]) -> NDArray[np.uint64]:
+def words(
+    seeds: Sequence[int], choices: Sequence[int], indices: Sequence[int], tokens: Sequence[int]
+) -> NDArray[np.uint64]:
     """The random word of each of these tokens (columns) for each key (rows)."""
     key_S1 = np.array([seed & (2**64 - 1) for seed in seeds], np.uint64)[:, None]
     place_V, block_V = np.divmod(np.asarray(tokens), BLOCK)[::-1]
     quarter_V, offset_V = np.divmod(place_V, BLOCK // 4)
     counter_V = (block_V * (BLOCK // 4) + offset_V).astype(np.uint64)
-    counters = counter_V, np.array(indices, np.uint64)[:, None], np.array(choices, np.uint64)[:, None], np.uint64(0)
-    of_quarter = philox(key_S1, [np.broadcast_to(part, (len(seeds), len(counter_V))) for part in counters])
+    counters = (
+        counter_V,
+        np.array(indices, np.uint64)[:, None],
+        np.array(choices, np.uint64)[:, None],
+        np.uint64(0),
+    )
+    of_quarter = philox(
+        key_S1, [np.broadcast_to(part, (len(seeds), len(counter_V))) for part in counters]
+    )
     return np.choose(quarter_V, of_quarter)
 
 
@@ -39,7 +55,9 @@ def times(random_words: NDArray[np.uint64]) -> Reals:
     return -np.log1p(-np.minimum((random_words + 0.5) / 2.0**32, 1 - 2.0**-24))
 
 
-def speeds(logits_V: Reals, sampling: Sampling, index: int, kept_V: NDArray[np.bool_] | None = None) -> Reals:
+def speeds(
+    logits_V: Reals, sampling: Sampling, index: int, kept_V: NDArray[np.bool_] | None = None
+) -> Reals:
     """The logarithm of p / t of each token that takes part; -inf of the others."""
     logits_V = np.asarray(logits_V, np.float64)
     if sampling.temperature < 1e-5:

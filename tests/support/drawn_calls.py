@@ -22,7 +22,9 @@ MODES = ("auto", "required", "named")
 MOST_TOKENS = 500
 
 
-def parsed(codec: TextCodec, form: CallFormat, calls: Calls, tokens: list[int], prompt: Iterable[int] = ()) -> tuple[str, str, Any]:
+def parsed(
+    codec: TextCodec, form: CallFormat, calls: Calls, tokens: list[int], prompt: Iterable[int] = ()
+) -> tuple[str, str, Any]:
     """What the parser makes of an output: text, thought and calls."""
     parser = ReplyParser(form, calls, ends_in_thought(form, [*prompt]))
     detokenizer = Detokenizer(codec)
@@ -38,9 +40,11 @@ def parsed(codec: TextCodec, form: CallFormat, calls: Calls, tokens: list[int], 
     return text, thought, [(name, json.loads(arguments)) for name, arguments in found.values()]
 
 
-def drawn(compiler: Compiler, grammar: str, ends: Iterable[int], rng: random.Random, most: int = 400) -> list[int] | None:
-    """Random tokens under a grammar, where what closes something is likelier; None where they do not
-    end.
+def drawn(
+    compiler: Compiler, grammar: str, ends: Iterable[int], rng: random.Random, most: int = 400
+) -> list[int] | None:
+    """Random tokens under a grammar, where what closes something is likelier; None where they do
+    not end.
     """
     matcher, output, ends = new_matcher(compiler.tokenizer, grammar), list[int](), {*ends}
     closing = {*compiler.tokenizer.tokenize_str('"}]'), *range(12)}
@@ -96,7 +100,9 @@ class Draws:
         if compiled.relaxed:
             found.relaxed[name] = compiled.relaxed
         try:
-            output = drawn(self.compiler, compiled.grammar, self._ends, random.Random(seed), MOST_TOKENS)
+            output = drawn(
+                self.compiler, compiled.grammar, self._ends, random.Random(seed), MOST_TOKENS
+            )
             if output is None:
                 counts["cut"] += 1
                 return

@@ -1,7 +1,9 @@
-"""Engines without a process, for the Supervisor's `spawn`, and the production application over them.
+"""Engines without a process, for the Supervisor's `spawn`, and the production application over
+them.
 
-Its next token is hash_model's, so `answer` knows the right output of every request through any number of crashes. It sends messages in
-callbacks given to `defer`: by default the event loop's next iteration, or a queue of the test where there is no loop.
+Its next token is hash_model's, so `answer` knows the right output of every request through any
+number of crashes. It sends messages in callbacks given to `defer`: by default the event loop's next
+iteration, or a queue of the test where there is no loop.
 """
 
 import asyncio
@@ -62,10 +64,12 @@ def on_the_loop(callback: Callable[[], None]) -> None:
 
 
 class FakeEngine:
-    """Makes the engines of one Supervisor, one EngineRun after the other, and records what they were sent.
+    """Makes the engines of one Supervisor, one EngineRun after the other, and records what they
+    were sent.
 
-    `crash_after`: the n-th engine is killed once it has sent that many tokens (0: before its first step with work); engines beyond the list
-    are not killed. `refuse_loading` makes every engine send Refused instead of Ready.
+    `crash_after`: the n-th engine is killed once it has sent that many tokens (0: before its first
+    step with work); engines beyond the list are not killed. `refuse_loading` makes every engine
+    send Refused instead of Ready.
     """
 
     def __init__(
@@ -86,7 +90,9 @@ class FakeEngine:
         self.cancels: list[int] = []
         self.looks: list[protocol.Look] = []
 
-    def spawn(self, on_message: Callable[[protocol.FromEngine], None], on_exit: Callable[[int], None]) -> "EngineRun":
+    def spawn(
+        self, on_message: Callable[[protocol.FromEngine], None], on_exit: Callable[[int], None]
+    ) -> "EngineRun":
         """Spawns an engine. It sends nothing before this has returned."""
         number = len(self.runs)
         crash_after = self.crash_after[number] if number < len(self.crash_after) else None
@@ -96,7 +102,14 @@ class FakeEngine:
     def answer(self, submit: protocol.Submit) -> list[int]:
         """The whole output of a submission, including the tokens that it came with."""
         stops = frozenset(submit.stop_token_ids)
-        return oracle(submit.prompt, submit.max_new_tokens, submit.min_new_tokens, stops, _seed(submit), self.end_rate)
+        return oracle(
+            submit.prompt,
+            submit.max_new_tokens,
+            submit.min_new_tokens,
+            stops,
+            _seed(submit),
+            self.end_rate,
+        )
 
     @property
     def open(self) -> int:
@@ -125,19 +138,28 @@ class EngineRun:
         self._num_sent = 0
         self._started: list[int] = []
         refusal = engine.refuse_loading
-        engine.defer(lambda: self._send_up(engine.ready if refusal is None else protocol.Refused(refusal)))
+        engine.defer(
+            lambda: self._send_up(engine.ready if refusal is None else protocol.Refused(refusal))
+        )
 
     def send(self, message: protocol.ToEngine) -> None:
         """EngineProcess.send, applied at once. Messages to a dead engine are dropped."""
         if self.ended:
             return
-        message = protocol.decode_to_engine(protocol.encode(message))  # What cannot cross the pipe must fail here too.
+        message = protocol.decode_to_engine(
+            protocol.encode(message)
+        )  # What cannot cross the pipe must fail here too.
         if isinstance(message, protocol.Submit):
             self.engine.submits.append(message)
             self.open[message.id] = message
             if message.score_prompt:
-                scores = [protocol.PromptScore(token, -1.0, 1, [(token, -1.0)] * message.num_top) for token in message.prompt[1:]]
-                self.engine.defer(lambda: self._send_up(protocol.PromptScores(message.id, 1, scores)))
+                scores = [
+                    protocol.PromptScore(token, -1.0, 1, [(token, -1.0)] * message.num_top)
+                    for token in message.prompt[1:]
+                ]
+                self.engine.defer(
+                    lambda: self._send_up(protocol.PromptScores(message.id, 1, scores))
+                )
             self._started.append(message.id)
             self._step_soon()
         elif isinstance(message, protocol.Cancel):
@@ -191,13 +213,23 @@ class EngineRun:
     def _next(self, id: int, submit: protocol.Submit) -> protocol.Token:
         index = len(submit.output)
         may_end = index >= submit.min_new_tokens or 0 not in submit.stop_token_ids
-        token = next_token(submit.prompt + submit.output, _seed(submit), self.engine.end_rate, may_end)
+        token = next_token(
+            submit.prompt + submit.output, _seed(submit), self.engine.end_rate, may_end
+        )
         submit.output.append(token)
-        finish = "eos_token" if token in submit.stop_token_ids else "length" if index + 1 == submit.max_new_tokens else None
+        finish = (
+            "eos_token"
+            if token in submit.stop_token_ids
+            else "length"
+            if index + 1 == submit.max_new_tokens
+            else None
+        )
         if finish is not None:
             del self.open[id]
         named = tuple((named, -1.0 - named / 64) for named in submit.sampling.logprob_token_ids)
-        return protocol.Token(id, index, token, -1.0, finish, named or ((token, -1.0),) * submit.num_top)
+        return protocol.Token(
+            id, index, token, -1.0, finish, named or ((token, -1.0),) * submit.num_top
+        )
 
 
 class FakeCache:
@@ -209,25 +241,51 @@ class FakeCache:
         self._owners: dict[int, int] = {}
         self._rows: dict[int, protocol.SequenceRow] | None = None
 
-    def answer(self, look: protocol.Look, sequences: dict[int, protocol.Submit]) -> protocol.CacheView:
+    def answer(
+        self, look: protocol.Look, sequences: dict[int, protocol.Submit]
+    ) -> protocol.CacheView:
         before, self._rows = self._rows, {id: _row(submit) for id, submit in sequences.items()}
         self._owners = {id % self._num_pages: id for id in sequences}
         self._number += before != self._rows
-        runs = array("q", [number for page, id in sorted(self._owners.items()) for number in (page, 1, 2, id, 0)])
+        runs = array(
+            "q",
+            [number for page, id in sorted(self._owners.items()) for number in (page, 1, 2, id, 0)],
+        )
         dump = self._dump(self._rows) if look.dump else None
-        return protocol.CacheView(self._number, self._number, runs.tobytes(), [*self._rows.values()], dump)
+        return protocol.CacheView(
+            self._number, self._number, runs.tobytes(), [*self._rows.values()], dump
+        )
 
     def _dump(self, rows: dict[int, protocol.SequenceRow]) -> dict[str, Any]:
         listed = {
-            str(id): {"running": True, "pages": [[id % self._num_pages]], "num_computed": row[5], "num_output": row[6]}
+            str(id): {
+                "running": True,
+                "pages": [[id % self._num_pages]],
+                "num_computed": row[5],
+                "num_output": row[6],
+            }
             for id, row in rows.items()
         }
-        return {"owners": [int(page in self._owners) for page in range(self._num_pages)], "cached": [], "sequences": listed}
+        return {
+            "owners": [int(page in self._owners) for page in range(self._num_pages)],
+            "cached": [],
+            "sequences": listed,
+        }
 
 
 def _row(submit: protocol.Submit) -> protocol.SequenceRow:
     num_prompt, num_output = len(submit.prompt), len(submit.output)
-    return submit.id, submit.request, "running", num_prompt, 0, num_prompt + num_output, num_output, 1, 0
+    return (
+        submit.id,
+        submit.request,
+        "running",
+        num_prompt,
+        0,
+        num_prompt + num_output,
+        num_output,
+        1,
+        0,
+    )
 
 
 def _seed(submit: protocol.Submit) -> int:
@@ -253,7 +311,9 @@ def serve(
     max_open: int = 64,
     names: ModelNames = NAMES,
 ) -> Served:
-    """Wires up what server.serve does, and starts the engine. It is ready once its deferred callbacks have run."""
+    """Wires up what server.serve does, and starts the engine. It is ready once its deferred
+    callbacks have run.
+    """
     engine, section = engine or FakeEngine(), section or ServerSection()
     metrics = Metrics()
 
@@ -267,9 +327,18 @@ def serve(
         client.on_engine_event(event)
 
     supervisor = Supervisor(engine.spawn, on_state, on_event, Timeouts(10.0, 600.0, 60.0))
-    client = EngineClient(supervisor, metrics, section.model_copy(update={"max_waiting": 0}), max_open)
+    client = EngineClient(
+        supervisor, metrics, section.model_copy(update={"max_waiting": 0}), max_open
+    )
     generation = Generation(client, inline_texts(TextCodec(tokenizer_folder)), section)
     keys = Keys(section.api_keys, section.api_keys_file)
-    app = create_app(generation, section, keys, names, "0", StreamPublisher(StreamStore(Retention()), section.keep_alive))
+    app = create_app(
+        generation,
+        section,
+        keys,
+        names,
+        "0",
+        StreamPublisher(StreamStore(Retention()), section.keep_alive),
+    )
     supervisor.start()
     return Served(engine, supervisor, client, generation, app)

@@ -1,4 +1,6 @@
-"""A Hugging Face hub with one repository on 127.0.0.1: the routes that `snapshot_download` uses, and faults in them."""
+"""A Hugging Face hub with one repository on 127.0.0.1: the routes that `snapshot_download` uses,
+and faults in them.
+"""
 
 import hashlib
 import json
@@ -18,7 +20,9 @@ class FakeHub:
     """`requests` holds every request so far; `status` is answered to all instead of the file."""
 
     def __init__(self, folder: Path) -> None:
-        self.files = {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+        self.files = {
+            path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()
+        }
         self.requests: list[str] = []
         self.status: int | None = None
         self.endpoint = ""
@@ -35,7 +39,13 @@ class FakeHub:
                 return (
                     200,
                     {},
-                    json.dumps({"id": repository, "sha": COMMIT, "siblings": [{"rfilename": name} for name in self.files]}).encode(),
+                    json.dumps(
+                        {
+                            "id": repository,
+                            "sha": COMMIT,
+                            "siblings": [{"rfilename": name} for name in self.files],
+                        }
+                    ).encode(),
                 )
             if path.startswith(f"/api/models/{repository}/revision/"):
                 return 404, {"X-Error-Code": "RevisionNotFound"}, b""
@@ -50,10 +60,19 @@ class FakeHub:
         """The ETag of a file: the sha256 of a large file, git's sha1 of any other."""
         data = self.files[name]
         large = name.endswith(".safetensors")
-        return hashlib.sha256(data).hexdigest() if large else hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+        return (
+            hashlib.sha256(data).hexdigest()
+            if large
+            else hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+        )
 
     def _entry(self, name: str) -> dict[str, object]:
-        return {"type": "file", "path": name, "size": len(self.files[name]), "oid": self._etag(name)[:40]}
+        return {
+            "type": "file",
+            "path": name,
+            "size": len(self.files[name]),
+            "oid": self._etag(name)[:40],
+        }
 
 
 @contextmanager
@@ -67,7 +86,11 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
             hub.requests.append(f"{self.command} {self.path}")
             status, headers, body = hub.answer(self.path)
             self.send_response(status)
-            for key, value in {"Content-Type": "application/json", "Content-Length": str(len(body)), **headers}.items():
+            for key, value in {
+                "Content-Type": "application/json",
+                "Content-Length": str(len(body)),
+                **headers,
+            }.items():
                 self.send_header(key, value)
             self.end_headers()
             if self.command == "GET":

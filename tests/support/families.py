@@ -1,6 +1,8 @@
-"""Five tiny random checkpoints of every family, written by `transformers`, with a tokenizer of the kind that the family has.
+"""Five tiny random checkpoints of every family, written by `transformers`, with a tokenizer of the
+kind that the family has.
 
-Dimensions are unusual on purpose: odd numbers of heads, heads wider than the model, windows that are no multiple of a page.
+Dimensions are unusual on purpose: odd numbers of heads, heads wider than the model, windows that
+are no multiple of a page.
 """
 
 import json
@@ -11,7 +13,16 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 ORACLE = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float32}
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
@@ -23,7 +34,14 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
 YARN_DEEPSEEK = YARN | {"mscale": 0.707, "mscale_all_dim": 0.707, "factor": 40.0}
 
 
@@ -39,34 +57,84 @@ def longrope(pairs: int) -> dict[str, Any]:
 
 
 def falcon(hidden: int, heads: int, layers: int, vocab: int, **more: Any) -> dict[str, Any]:
-    sizes = {"hidden_size": hidden, "num_attention_heads": heads, "num_hidden_layers": layers, "vocab_size": vocab}
+    sizes = {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "vocab_size": vocab,
+    }
     return (
-        {"model_type": "falcon", "multi_query": True, "eos_token_id": 0, "bos_token_id": 0, "max_position_embeddings": 512} | sizes | more
+        {
+            "model_type": "falcon",
+            "multi_query": True,
+            "eos_token_id": 0,
+            "bos_token_id": 0,
+            "max_position_embeddings": 512,
+        }
+        | sizes
+        | more
     )
 
 
-def llama_like(kind: str, hidden: int, heads: int, layers: int, vocab: int, mlp: int, **more: Any) -> dict[str, Any]:
-    sizes = {"hidden_size": hidden, "num_attention_heads": heads, "num_hidden_layers": layers, "vocab_size": vocab}
+def llama_like(
+    kind: str, hidden: int, heads: int, layers: int, vocab: int, mlp: int, **more: Any
+) -> dict[str, Any]:
+    sizes = {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "vocab_size": vocab,
+    }
     sizes |= {"intermediate_size": mlp, "max_position_embeddings": 512}
-    # transformers expands the latent to one key/value head per query head; its default number of them is a published model's.
+    # transformers expands the latent to one key/value head per query head; its default number of
+    # them is a published model's.
     head = {"num_key_value_heads": heads if "latent" in more else 1}
     more.pop("latent", None)
-    return {"model_type": kind, "eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0} | sizes | head | more
+    return (
+        {"model_type": kind, "eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0}
+        | sizes
+        | head
+        | more
+    )
 
 
-def latent(rank: int, query_rank: int | None, plain: int, rotary: int, value: int) -> dict[str, Any]:
-    sizes = {"kv_lora_rank": rank, "q_lora_rank": query_rank, "qk_nope_head_dim": plain, "qk_rope_head_dim": rotary, "v_head_dim": value}
+def latent(
+    rank: int, query_rank: int | None, plain: int, rotary: int, value: int
+) -> dict[str, Any]:
+    sizes = {
+        "kv_lora_rank": rank,
+        "q_lora_rank": query_rank,
+        "qk_nope_head_dim": plain,
+        "qk_rope_head_dim": rotary,
+        "v_head_dim": value,
+    }
     return {"latent": True} | sizes
 
 
-def experts(first: int, count: int, chosen: int, size: int, shared: int, **more: Any) -> dict[str, Any]:
-    sizes = {"first_k_dense_replace": first, "n_routed_experts": count, "num_experts_per_tok": chosen}
+def experts(
+    first: int, count: int, chosen: int, size: int, shared: int, **more: Any
+) -> dict[str, Any]:
+    sizes = {
+        "first_k_dense_replace": first,
+        "n_routed_experts": count,
+        "num_experts_per_tok": chosen,
+    }
     return sizes | {"moe_intermediate_size": size, "n_shared_experts": shared} | more
 
 
 def bigcode(embedding: int, heads: int, layers: int, vocab: int, **more: Any) -> dict[str, Any]:
-    sizes = {"n_embd": embedding, "n_head": heads, "n_layer": layers, "vocab_size": vocab, "n_positions": 512}
-    return {"model_type": "gpt_bigcode", "multi_query": True, "bos_token_id": 0, "eos_token_id": 0} | sizes | more
+    sizes = {
+        "n_embd": embedding,
+        "n_head": heads,
+        "n_layer": layers,
+        "vocab_size": vocab,
+        "n_positions": 512,
+    }
+    return (
+        {"model_type": "gpt_bigcode", "multi_query": True, "bos_token_id": 0, "eos_token_id": 0}
+        | sizes
+        | more
+    )
 
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
@@ -76,28 +144,111 @@ CONFIGS: dict[str, list[dict[str, Any]]] = {
         falcon(96, 3, 3, 301, parallel_attn=False, bias=True),
         falcon(80, 5, 2, 333, bias=True, ffn_hidden_size=100, tie_word_embeddings=False),
         falcon(64, 4, 2, 399, new_decoder_architecture=True, num_kv_heads=1),
-        falcon(72, 9, 3, 300, new_decoder_architecture=True, num_kv_heads=1, num_ln_in_parallel_attn=1, rope_parameters=LINEAR),
+        falcon(
+            72,
+            9,
+            3,
+            300,
+            new_decoder_architecture=True,
+            num_kv_heads=1,
+            num_ln_in_parallel_attn=1,
+            rope_parameters=LINEAR,
+        ),
     ],
     "gemma": [
         llama_like("gemma", 48, 3, 2, 301, 90, head_dim=32),
         llama_like("gemma", 64, 8, 2, 333, 128, head_dim=256),
         llama_like("gemma", 40, 1, 3, 300, 64, head_dim=6, attention_bias=True),
-        llama_like("gemma", 56, 7, 4, 310, 33, head_dim=16, rope_parameters={"rope_type": "default", "rope_theta": 100.0}),
-        llama_like("gemma", 32, 2, 2, 499, 70, head_dim=24, tie_word_embeddings=False, hidden_act="gelu"),
+        llama_like(
+            "gemma",
+            56,
+            7,
+            4,
+            310,
+            33,
+            head_dim=16,
+            rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+        ),
+        llama_like(
+            "gemma", 32, 2, 2, 499, 70, head_dim=24, tie_word_embeddings=False, hidden_act="gelu"
+        ),
     ],
     "gemma3_text": [
-        llama_like("gemma3_text", 48, 4, 6, 301, 90, head_dim=32, sliding_window=33, query_pre_attn_scalar=32),
-        llama_like("gemma3_text", 40, 5, 4, 333, 64, head_dim=16, sliding_window=7, layer_types=[LOCAL, GLOBAL, LOCAL, GLOBAL]),
-        llama_like("gemma3_text", 36, 3, 7, 300, 33, head_dim=12, sliding_window=64, query_pre_attn_scalar=7),
-        llama_like("gemma3_text", 64, 4, 3, 310, 128, head_dim=256, sliding_window=16, layer_types=[LOCAL] * 3, attention_bias=True),
-        llama_like("gemma3_text", 32, 1, 2, 499, 70, head_dim=24, sliding_window=100, layer_types=[GLOBAL] * 2, tie_word_embeddings=False),
+        llama_like(
+            "gemma3_text",
+            48,
+            4,
+            6,
+            301,
+            90,
+            head_dim=32,
+            sliding_window=33,
+            query_pre_attn_scalar=32,
+        ),
+        llama_like(
+            "gemma3_text",
+            40,
+            5,
+            4,
+            333,
+            64,
+            head_dim=16,
+            sliding_window=7,
+            layer_types=[LOCAL, GLOBAL, LOCAL, GLOBAL],
+        ),
+        llama_like(
+            "gemma3_text",
+            36,
+            3,
+            7,
+            300,
+            33,
+            head_dim=12,
+            sliding_window=64,
+            query_pre_attn_scalar=7,
+        ),
+        llama_like(
+            "gemma3_text",
+            64,
+            4,
+            3,
+            310,
+            128,
+            head_dim=256,
+            sliding_window=16,
+            layer_types=[LOCAL] * 3,
+            attention_bias=True,
+        ),
+        llama_like(
+            "gemma3_text",
+            32,
+            1,
+            2,
+            499,
+            70,
+            head_dim=24,
+            sliding_window=100,
+            layer_types=[GLOBAL] * 2,
+            tie_word_embeddings=False,
+        ),
     ],
     "llama": [
         llama_like("llama", 48, 3, 2, 301, 90),
-        llama_like("llama", 80, 5, 3, 333, 64, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+        llama_like(
+            "llama", 80, 5, 3, 333, 64, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+        ),
         llama_like("llama", 60, 2, 2, 300, 33, head_dim=64, rope_parameters=LLAMA3),
         llama_like("llama", 56, 7, 4, 310, 128, rope_parameters=YARN),
-        llama_like("llama", 32, 1, 2, 499, 70, head_dim=24, rope_parameters={"rope_type": "linear", "factor": 3.0, "rope_theta": 300.0}),
+        llama_like(
+            "llama",
+            32,
+            1,
+            2,
+            499,
+            70,
+            head_dim=24,
+            rope_parameters={"rope_type": "linear", "factor": 3.0, "rope_theta": 300.0},
+        ),
     ],
     "mistral": [
         llama_like("mistral", 48, 3, 2, 301, 90, sliding_window=9),
@@ -114,9 +265,30 @@ CONFIGS: dict[str, list[dict[str, Any]]] = {
         bigcode(48, 1, 2, 499, n_inner=70, activation_function="relu"),
     ],
     "deepseek_v2": [
-        llama_like("deepseek_v2", 64, 4, 3, 301, 90, **latent(24, None, 12, 8, 20), **experts(1, 6, 2, 33, 2)),
-        llama_like("deepseek_v2", 48, 3, 2, 333, 64, **latent(16, 20, 10, 6, 16), **experts(9, 4, 2, 16, 1)),
-        llama_like("deepseek_v2", 60, 5, 3, 300, 33, **latent(32, 12, 16, 4, 8), **experts(0, 8, 3, 20, 1), rope_parameters=YARN_DEEPSEEK),
+        llama_like(
+            "deepseek_v2",
+            64,
+            4,
+            3,
+            301,
+            90,
+            **latent(24, None, 12, 8, 20),
+            **experts(1, 6, 2, 33, 2),
+        ),
+        llama_like(
+            "deepseek_v2", 48, 3, 2, 333, 64, **latent(16, 20, 10, 6, 16), **experts(9, 4, 2, 16, 1)
+        ),
+        llama_like(
+            "deepseek_v2",
+            60,
+            5,
+            3,
+            300,
+            33,
+            **latent(32, 12, 16, 4, 8),
+            **experts(0, 8, 3, 20, 1),
+            rope_parameters=YARN_DEEPSEEK,
+        ),
         llama_like(
             "deepseek_v2",
             56,
@@ -129,11 +301,39 @@ CONFIGS: dict[str, list[dict[str, Any]]] = {
             topk_method="group_limited_greedy",
             routed_scaling_factor=16.0,
         ),
-        llama_like("deepseek_v2", 32, 1, 2, 499, 70, **latent(512, None, 32, 64, 32), **experts(1, 3, 1, 12, 1), tie_word_embeddings=True),
+        llama_like(
+            "deepseek_v2",
+            32,
+            1,
+            2,
+            499,
+            70,
+            **latent(512, None, 32, 64, 32),
+            **experts(1, 3, 1, 12, 1),
+            tie_word_embeddings=True,
+        ),
     ],
     "deepseek_v3": [
-        llama_like("deepseek_v3", 64, 4, 3, 301, 90, **latent(24, None, 12, 8, 20), **experts(1, 8, 2, 33, 1, n_group=2, topk_group=1)),
-        llama_like("deepseek_v3", 48, 3, 2, 333, 64, **latent(16, 20, 10, 6, 16), **experts(9, 16, 8, 16, 1)),
+        llama_like(
+            "deepseek_v3",
+            64,
+            4,
+            3,
+            301,
+            90,
+            **latent(24, None, 12, 8, 20),
+            **experts(1, 8, 2, 33, 1, n_group=2, topk_group=1),
+        ),
+        llama_like(
+            "deepseek_v3",
+            48,
+            3,
+            2,
+            333,
+            64,
+            **latent(16, 20, 10, 6, 16),
+            **experts(9, 16, 8, 16, 1),
+        ),
         llama_like(
             "deepseek_v3",
             60,
@@ -171,9 +371,39 @@ CONFIGS: dict[str, list[dict[str, Any]]] = {
     ],
     "minicpm3": [
         llama_like("minicpm3", 64, 4, 3, 301, 90, **latent(24, None, 12, 8, 20), dim_model_base=32),
-        llama_like("minicpm3", 48, 3, 2, 333, 64, **latent(16, 20, 10, 6, 16), scale_emb=3, dim_model_base=48),
-        llama_like("minicpm3", 60, 5, 3, 300, 33, **latent(32, 12, 16, 4, 8), rope_parameters=longrope(2), scale_depth=2.0),
-        llama_like("minicpm3", 56, 7, 4, 310, 128, **latent(40, None, 24, 16, 24), attention_bias=True, tie_word_embeddings=False),
+        llama_like(
+            "minicpm3",
+            48,
+            3,
+            2,
+            333,
+            64,
+            **latent(16, 20, 10, 6, 16),
+            scale_emb=3,
+            dim_model_base=48,
+        ),
+        llama_like(
+            "minicpm3",
+            60,
+            5,
+            3,
+            300,
+            33,
+            **latent(32, 12, 16, 4, 8),
+            rope_parameters=longrope(2),
+            scale_depth=2.0,
+        ),
+        llama_like(
+            "minicpm3",
+            56,
+            7,
+            4,
+            310,
+            128,
+            **latent(40, None, 24, 16, 24),
+            attention_bias=True,
+            tie_word_embeddings=False,
+        ),
         llama_like("minicpm3", 32, 1, 2, 499, 70, **latent(256, 40, 32, 32, 32), mlp_bias=True),
     ],
 }
@@ -189,7 +419,9 @@ GEMMA_MARKS = ("<start_of_turn>", "<end_of_turn>")
 
 @dataclass(frozen=True)
 class FamilyCheckpoint:
-    """A folder, and the model that `transformers` loads from it (for santacoder: the same weights in its own layout)."""
+    """A folder, and the model that `transformers` loads from it (for santacoder: the same weights
+    in its own layout).
+    """
 
     family: str
     number: int
@@ -219,7 +451,11 @@ def make_family_checkpoint(family: str, number: int, folder: Path) -> FamilyChec
         for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
             if name.endswith("e_score_correction_bias"):
                 parameter.copy_(torch.randn_like(parameter) * 0.2)
-            elif not parameter.is_floating_point() or name.endswith("inv_freq") or parameter.ndim == 0:
+            elif (
+                not parameter.is_floating_point()
+                or name.endswith("inv_freq")
+                or parameter.ndim == 0
+            ):
                 continue
             elif parameter.ndim == 1:  # Biases and norms, so that none can be forgotten unnoticed.
                 parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -234,7 +470,9 @@ def make_family_checkpoint(family: str, number: int, folder: Path) -> FamilyChec
 
 
 def _in_the_first_layout(source: Path, folder: Path) -> None:
-    """gpt_bigcode weights in the layout of bigcode/santacoder: q_attn and kv_attn, transposed matrices, mask buffers."""
+    """gpt_bigcode weights in the layout of bigcode/santacoder: q_attn and kv_attn, transposed
+    matrices, mask buffers.
+    """
     config = json.loads((source / "config.json").read_text())
     config |= {
         "model_type": "gpt2",
@@ -259,7 +497,9 @@ def _in_the_first_layout(source: Path, folder: Path) -> None:
     for layer in range(config["n_layer"]):
         tensors[f"transformer.h.{layer}.attn.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.uint8)
         tensors[f"transformer.h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
-    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors"
+    )
 
 
 def _write_tokenizer(family: str, folder: Path) -> None:
@@ -268,7 +508,9 @@ def _write_tokenizer(family: str, folder: Path) -> None:
     else:
         tokenizer, names = _pieces(family, GEMMA_MARKS if family.startswith("gemma") else ())
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | names))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | names)
+    )
 
 
 def _byte_level(family: str, marks: tuple[str, ...]) -> tuple[Tokenizer, dict[str, str]]:
@@ -280,30 +522,51 @@ def _byte_level(family: str, marks: tuple[str, ...]) -> tuple[Tokenizer, dict[st
     tokenizer.decoder = decoders.ByteLevel()
     special = [*dict.fromkeys(("<pad>", end, begin) if deepseek else (end,)), *marks]
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=300,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(["def f(x):\n    return x + 1\n"] * 4, trainer)
     if deepseek:
-        tokenizer.post_processor = processors.TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, 2)])
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{begin} $A", special_tokens=[(begin, 2)]
+        )
     return tokenizer, {"bos_token": begin, "eos_token": end}
 
 
 def _pieces(family: str, marks: tuple[str, ...]) -> tuple[Tokenizer, dict[str, str]]:
-    """Pieces with a visible space and byte fallback, as in SentencePiece; every text begins with BOS."""
+    """Pieces with a visible space and byte fallback, as in SentencePiece; every text begins with
+    BOS.
+    """
     gemma = family.startswith("gemma")
     special = ["<pad>", "<eos>", "<bos>", "<unk>"] if gemma else ["<unk>", "</s>", "<s>"]
     letters = "abcdefghijklmnopqrstuvwxyz():\n▁"
     pieces = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *letters, "▁f", "de"]
     vocab = {piece: id for id, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocab, [("▁", "f"), ("d", "e")], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab, [("▁", "f"), ("d", "e")], unk_token="<unk>", byte_fallback=True, fuse_unk=True
+        )
+    )
     if gemma:
         tokenizer.normalizer = normalizers.Replace(" ", "▁")
-        tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
     else:
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
         strip = decoders.Strip(" ", 1, 0)
-        tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (*special, *marks)])
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
+        )
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in (*special, *marks)]
+    )
     begin, end = ("<bos>", "<eos>") if gemma else ("<s>", "</s>")
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, 2)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $A", special_tokens=[(begin, 2)]
+    )
     return tokenizer, {"bos_token": begin, "eos_token": end, "unk_token": "<unk>"}

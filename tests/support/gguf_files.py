@@ -1,4 +1,6 @@
-"""GGUF files for tests: written by the `gguf` package as llama.cpp's converter writes them, or byte by byte."""
+"""GGUF files for tests: written by the `gguf` package as llama.cpp's converter writes them, or byte
+by byte.
+"""
 
 import struct
 from collections.abc import Iterable
@@ -23,9 +25,13 @@ def value(found: Any, kind: int | None = None) -> bytes:
     """A metadata value with its type before it; of lists the items' type is that of the first."""
     if isinstance(found, list):
         inner = TYPE_OF[type(found[0])] if found else 4
-        return struct.pack("<IIQ", ARRAY, inner, len(found)) + b"".join(value(item, inner)[4:] for item in found)
+        return struct.pack("<IIQ", ARRAY, inner, len(found)) + b"".join(
+            value(item, inner)[4:] for item in found
+        )
     kind = TYPE_OF[type(found)] if kind is None else kind
-    return struct.pack("<I", kind) + (text(found) if kind == STRING else struct.pack("<" + FORMATS[kind], found))
+    return struct.pack("<I", kind) + (
+        text(found) if kind == STRING else struct.pack("<" + FORMATS[kind], found)
+    )
 
 
 def pair(key: str | bytes, found: Any, kind: int | None = None) -> bytes:
@@ -38,17 +44,29 @@ def tensor(name: str | bytes, shape: Iterable[int], kind: int, offset: int) -> b
     return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
 
 
-def raw_file(pairs: list[bytes], tensors: list[bytes], data: bytes = b"", version: int = 3, **says: int) -> bytes:
-    """A file of these parts with the data at the default alignment. `says_*`: what the header says instead of the true counts."""
+def raw_file(
+    pairs: list[bytes], tensors: list[bytes], data: bytes = b"", version: int = 3, **says: int
+) -> bytes:
+    """A file of these parts with the data at the default alignment. `says_*`: what the header says
+    instead of the true counts.
+    """
     counts = says.get("says_tensors", len(tensors)), says.get("says_keys", len(pairs))
     header = b"GGUF" + struct.pack("<IQQ", version, *counts) + b"".join(pairs) + b"".join(tensors)
     return header + bytes(-len(header) % 32) + data
 
 
-def write_file(path: Path, architecture: str, metadata: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+def write_file(
+    path: Path, architecture: str, metadata: dict[str, Any], tensors: dict[str, np.ndarray]
+) -> None:
     """Writes a file with the `gguf` package. Tensors are float32 or float16."""
     found = GGUFWriter(path, architecture)
-    adders: Any = {bool: found.add_bool, int: found.add_uint32, float: found.add_float32, str: found.add_string, list: found.add_array}
+    adders: Any = {
+        bool: found.add_bool,
+        int: found.add_uint32,
+        float: found.add_float32,
+        str: found.add_string,
+        list: found.add_array,
+    }
     for key, item in metadata.items():
         adders[type(item)](key, item)
     for name, array in tensors.items():

@@ -1,6 +1,8 @@
-"""Checkpoint folders of random weights, and the GGUF files that llama.cpp's converter makes of such folders.
+"""Checkpoint folders of random weights, and the GGUF files that llama.cpp's converter makes of such
+folders.
 
-Names come from the `gguf` package's own table, and the metadata is written with its GGUFWriter, so that nothing of what is tested is used.
+Names come from the `gguf` package's own table, and the metadata is written with its GGUFWriter, so
+that nothing of what is tested is used.
 """
 
 import json
@@ -47,16 +49,29 @@ def write_gguf(
     kinds: Mapping[str, str] | None = None,
     **metadata: Any,
 ) -> None:
-    """Converts a folder's weights, matrices with columns for whole blocks to the type `kind` and all others to F32. `kinds`: other types
-    by what tensors are called in their layer (`attn_v`). `metadata`: keys of the architecture to be written besides, or in the place of
-    the converter's.
+    """Converts a folder's weights, matrices with columns for whole blocks to the type `kind` and
+    all others to F32. `kinds`: other types by what tensors are called in their layer (`attn_v`).
+    `metadata`: keys of the architecture to be written besides, or in the place of the converter's.
     """
-    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    config, tensors = (
+        json.loads((folder / "config.json").read_text()),
+        load_file(folder / "model.safetensors"),
+    )
     architecture = ARCHITECTURES[config["model_type"]]
     name = gguf.MODEL_ARCH_NAMES[architecture]
     writer = gguf.GGUFWriter(path, name)
-    keys = {f"{name}.{key}": value for key, value in (_METADATA[config["model_type"]](config) | metadata).items() if value is not None}
-    adders: Any = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+    keys = {
+        f"{name}.{key}": value
+        for key, value in (_METADATA[config["model_type"]](config) | metadata).items()
+        if value is not None
+    }
+    adders: Any = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
     for key, value in keys.items():
         adders[type(value)](key, value)
     for tensor, array in _converted(config, tensors, architecture).items():
@@ -80,14 +95,18 @@ def _add(writer: gguf.GGUFWriter, name: str, array: Any, kind: str) -> None:
 def random_rows(kind: str, num_rows: int, num_columns: int) -> Any:
     """Rows of random bytes in blocks of a type, with small scales."""
     rng, found = np.random.default_rng(num_rows), BY_NAME[kind]
-    data = rng.integers(0, 256, (num_rows, num_columns // found.block_elements, found.block_bytes), dtype=np.uint8)
+    data = rng.integers(
+        0, 256, (num_rows, num_columns // found.block_elements, found.block_bytes), dtype=np.uint8
+    )
     for begin in SCALES[kind]:
         scales = rng.uniform(0.0005, 0.002, data.shape[:2]).astype(np.float16)
         data[..., begin : begin + 2] = scales[..., None].view(np.uint8)
     return data.reshape(num_rows, -1)
 
 
-def _converted(config: dict[str, Any], tensors: dict[str, Any], architecture: gguf.MODEL_ARCH) -> dict[str, Any]:
+def _converted(
+    config: dict[str, Any], tensors: dict[str, Any], architecture: gguf.MODEL_ARCH
+) -> dict[str, Any]:
     """Arrays under their names in a GGUF file, changed as the converter changes them."""
     kind, heads = config["model_type"], config.get("num_attention_heads", 1)
     num_layers = config["n_layer" if "n_layer" in config else "num_hidden_layers"]
@@ -145,33 +164,61 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
     rope = config.get("rope_parameters") or {}
     keys: dict[str, Any] = {"rope.freq_base": float(rope.get("rope_theta", 10000.0))}
     if rope.get("rope_type") in ("linear", "yarn"):
-        keys |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
-        keys |= {"rope.scaling.original_context_length": rope.get("original_max_position_embeddings")}
+        keys |= {
+            "rope.scaling.type": rope["rope_type"],
+            "rope.scaling.factor": float(rope["factor"]),
+        }
+        keys |= {
+            "rope.scaling.original_context_length": rope.get("original_max_position_embeddings")
+        }
     return keys
 
 
 def _llama(config: dict[str, Any]) -> dict[str, Any]:
     dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    more = {"rope.dimension_count": dim, "vocab_size": config["vocab_size"], "attention.key_length": config.get("head_dim")}
+    more = {
+        "rope.dimension_count": dim,
+        "vocab_size": config["vocab_size"],
+        "attention.key_length": config.get("head_dim"),
+    }
     return _sizes(config) | _rope(config) | more
 
 
 def _gemma(config: dict[str, Any]) -> dict[str, Any]:
-    return _sizes(config) | {f"attention.{kind}_length": config["head_dim"] for kind in ("key", "value")}
+    return _sizes(config) | {
+        f"attention.{kind}_length": config["head_dim"] for kind in ("key", "value")
+    }
 
 
 def _gemma3(config: dict[str, Any]) -> dict[str, Any]:
-    return _gemma(config) | {"rope.freq_base": 1e6, "attention.sliding_window": config["sliding_window"]}
+    return _gemma(config) | {
+        "rope.freq_base": 1e6,
+        "attention.sliding_window": config["sliding_window"],
+    }
 
 
 def _starcoder(config: dict[str, Any]) -> dict[str, Any]:
-    epsilon = {"attention.layer_norm_epsilon": config.get("layer_norm_epsilon", 1e-5), "attention.layer_norm_rms_epsilon": None}
-    return _sizes(config) | epsilon | {"feed_forward_length": config.get("n_inner", 4 * config["n_embd"])}
+    epsilon = {
+        "attention.layer_norm_epsilon": config.get("layer_norm_epsilon", 1e-5),
+        "attention.layer_norm_rms_epsilon": None,
+    }
+    return (
+        _sizes(config)
+        | epsilon
+        | {"feed_forward_length": config.get("n_inner", 4 * config["n_embd"])}
+    )
 
 
 def _falcon(config: dict[str, Any]) -> dict[str, Any]:
-    epsilon = {"attention.layer_norm_epsilon": config.get("layer_norm_epsilon", 1e-5), "attention.layer_norm_rms_epsilon": None}
-    return _sizes(config) | epsilon | {"feed_forward_length": 4 * config["hidden_size"], "tensor_data_layout": "jploski"}
+    epsilon = {
+        "attention.layer_norm_epsilon": config.get("layer_norm_epsilon", 1e-5),
+        "attention.layer_norm_rms_epsilon": None,
+    }
+    return (
+        _sizes(config)
+        | epsilon
+        | {"feed_forward_length": 4 * config["hidden_size"], "tensor_data_layout": "jploski"}
+    )
 
 
 _METADATA: dict[str, Any] = {

@@ -1,4 +1,6 @@
-"""A drafter that asks the simulated model itself and is sometimes wrong, so that drafts are accepted even in short histories."""
+"""A drafter that asks the simulated model itself and is sometimes wrong, so that drafts are
+accepted even in short histories.
+"""
 
 import random
 from collections.abc import Callable

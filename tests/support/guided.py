@@ -1,4 +1,6 @@
-"""Requests with grammars through a real engine core over a model without weights: many together, and each alone."""
+"""Requests with grammars through a real engine core over a model without weights: many together,
+and each alone.
+"""
 
 import asyncio
 import hashlib
@@ -48,7 +50,9 @@ class GuidedModel(HashModel):
             return []
         sample = row.sample
         assert sample.mask is not None
-        digest = hashlib.blake2b(repr((sample.prompt, sample.output, sample.sampling.seed)).encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(
+            repr((sample.prompt, sample.output, sample.sampling.seed)).encode(), digest_size=8
+        ).digest()
         token = choose(sample.mask, int.from_bytes(digest, "little"))
         self._check(row, [*sample.prompt, *sample.output])
         return [SampledToken(token, -1.0)]
@@ -69,7 +73,9 @@ Outcome = tuple[list[int], str]
 
 
 def compiled(codec: TextCodec) -> tuple[list[str], dict[str, str]]:
-    """The mixed grammars that the check accepts, and the messages for those that it refuses; the bombs are not checked."""
+    """The mixed grammars that the check accepts, and the messages for those that it refuses; the
+    bombs are not checked.
+    """
     from llguidance import LLMatcher
 
     compiler = Compiler(codec)
@@ -85,16 +91,25 @@ def compiled(codec: TextCodec) -> tuple[list[str], dict[str, str]]:
     async def all_of_them() -> list[str]:
         return [grammar for kind, value in MIXED if (grammar := await one(kind, value))]
 
-    return asyncio.run(all_of_them()) + [LLMatcher.grammar_from_regex(bomb) for bomb in BOMBS], refused
+    return asyncio.run(all_of_them()) + [
+        LLMatcher.grammar_from_regex(bomb) for bomb in BOMBS
+    ], refused
 
 
 def requests(grammars: list[str], count: int, most: int, seed: int) -> list[Asked]:
-    """Requests over these grammars, each used about equally often; some differ only in their seed."""
+    """Requests over these grammars, each used about equally often; some differ only in their
+    seed.
+    """
     rng = random.Random(seed)
     chosen = [grammars[i % len(grammars)] for i in range(count)]
     rng.shuffle(chosen)
     return [
-        Asked(grammar, tuple(rng.randrange(3, 64) for _ in range(rng.randint(1, 40))), rng.randrange(8), rng.randint(1, most))
+        Asked(
+            grammar,
+            tuple(rng.randrange(3, 64) for _ in range(rng.randint(1, 40))),
+            rng.randrange(8),
+            rng.randint(1, most),
+        )
         for grammar in chosen
     ]
 
@@ -133,7 +148,9 @@ class Local:
 
 
 class Engine:
-    """A core with its scheduler, model and grammars; `crash` replaces it and replays what is open."""
+    """A core with its scheduler, model and grammars; `crash` replaces it and replays what is
+    open.
+    """
 
     def __init__(self, grammars: Grammars, ends: list[int], pages: int) -> None:
         self.grammars, self.ends, self.pages = grammars, ends, pages
@@ -144,7 +161,9 @@ class Engine:
 
     def crash(self) -> None:
         layout = one_group(4)
-        self.scheduler = Scheduler(Limits(self.pages, layout, 4 * self.pages, RUNNING, RUNNING + 64))
+        self.scheduler = Scheduler(
+            Limits(self.pages, layout, 4 * self.pages, RUNNING, RUNNING + 64)
+        )
         self.core = EngineCore(self.scheduler, GuidedModel(layout))
         for id, asked in list(self.open.items()):
             self._submit(id, asked)
@@ -155,9 +174,20 @@ class Engine:
 
     def _submit(self, id: int, asked: Asked) -> None:
         output, ends, prompt = self._outputs[id], frozenset(self.ends), list(asked.prompt)
-        message = protocol.Submit(id, prompt, output, asked.most, 0, self.ends, protocol.Sampling(), grammar=asked.grammar)
+        message = protocol.Submit(
+            id, prompt, output, asked.most, 0, self.ends, protocol.Sampling(), grammar=asked.grammar
+        )
         constraint = Local(self.grammars, message)
-        self.scheduler.submit(id, prompt, asked.most, Sampling(seed=asked.seed), list(output), 0, ends, constraint=constraint)
+        self.scheduler.submit(
+            id,
+            prompt,
+            asked.most,
+            Sampling(seed=asked.seed),
+            list(output),
+            0,
+            ends,
+            constraint=constraint,
+        )
 
     def step(self) -> None:
         for event in self.core.step():
@@ -184,7 +214,9 @@ def alone(asked: Asked, grammars: Grammars, ends: list[int]) -> Outcome:
     return engine.outcomes[0]
 
 
-def together(asked: list[Asked], grammars: Grammars, ends: list[int], seed: int, crashes: int = 0) -> list[Outcome]:
+def together(
+    asked: list[Asked], grammars: Grammars, ends: list[int], seed: int, crashes: int = 0
+) -> list[Outcome]:
     """The outcomes in one engine, with random arrivals, a pool too small for all, and crashes."""
     rng, engine, num_submitted, steps = random.Random(seed), Engine(grammars, ends, 400), 0, 0
     crash_at = {rng.randrange(10, 200) for _ in range(crashes)}
@@ -201,7 +233,9 @@ def together(asked: list[Asked], grammars: Grammars, ends: list[int], seed: int,
 
 
 def fresh(grammars: Grammars) -> Grammars:
-    """Unused grammars over a tokenizer that was already prepared, as preparing a large one takes seconds."""
+    """Unused grammars over a tokenizer that was already prepared, as preparing a large one takes
+    seconds.
+    """
     return Grammars(grammars.tokenizer)
 
 

@@ -1,4 +1,6 @@
-"""A double of server.text.workers.Workers that runs each job at once in this process, for tests that are not about processes."""
+"""A double of server.text.workers.Workers that runs each job at once in this process, for tests
+that are not about processes.
+"""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""Consistency checks of a scheduler between two steps: pages, claims, token counts and queues agree with each other."""
+"""Consistency checks of a scheduler between two steps: pages, claims, token counts and queues agree
+with each other.
+"""
 
 from collections import Counter
 
@@ -10,15 +12,24 @@ from server.engine.sequence import Sequence
 
 def integrity(scheduler: Scheduler) -> list[str]:
     """Inconsistencies, in words; empty if there are none."""
-    allocator, reuse, waiting = scheduler.allocator, scheduler._prefix_reuse, scheduler.waiting.values()
+    allocator, reuse, waiting = (
+        scheduler.allocator,
+        scheduler._prefix_reuse,
+        scheduler.waiting.values(),
+    )
     problems = allocator.integrity() + reuse.prefixes.integrity()
     holders = [*scheduler.running.values(), *scheduler.ended_in_flight]
     owners = Counter(page for sequence in holders for page in sequence.table.owned)
-    if len(owners) != allocator.num_owned or any(allocator.owners[page] != number for page, number in owners.items()):
+    if len(owners) != allocator.num_owned or any(
+        allocator.owners[page] != number for page, number in owners.items()
+    ):
         problems.append(
-            f"page tables list {len(owners)} pages and {allocator.num_owned} are owned, or the numbers of a page's owners differ"
+            f"page tables list {len(owners)} pages and {allocator.num_owned} are owned, or the "
+            "numbers of a page's owners differ"
         )
-    if {name: sequence.id for sequence in scheduler.running.values() for name in sequence.claims} != reuse._claims:
+    if {
+        name: sequence.id for sequence in scheduler.running.values() for name in sequence.claims
+    } != reuse._claims:
         problems.append("claims and running sequences differ")
     if any(sequence.num_tokens != num_tokens(sequence) for sequence in (*holders, *waiting)):
         problems.append("num_tokens of a sequence is wrong")
@@ -33,17 +44,30 @@ def _decoding(scheduler: Scheduler) -> list[str]:
     """What is wrong with the lines of the sequences that decode."""
     decoding = scheduler._decoding
     table, problems = decoding._table, []
-    if sorted(s.id for s in decoding.sequences) != sorted(s.id for s in scheduler.running.values() if s.line >= 0):
+    if sorted(s.id for s in decoding.sequences) != sorted(
+        s.id for s in scheduler.running.values() if s.line >= 0
+    ):
         problems.append("the sequences that decode are not those that have a line")
     if not (table.positions_R[len(decoding) :] == NO_LINE).all():
         problems.append("a line of no sequence has a position")
     for line, sequence in enumerate(decoding.sequences):
         limit = min(sequence.table.room, sequence.most_tokens - 1)
-        found = sequence.line, table.ids[line], int(table.positions_R[line]), int(decoding._limits_R[line]), table.pages[line]
+        found = (
+            sequence.line,
+            table.ids[line],
+            int(table.positions_R[line]),
+            int(decoding._limits_R[line]),
+            table.pages[line],
+        )
         if found != (line, sequence.id, sequence.num_tokens - 1, limit, sequence.table.pages):
             problems.append(f"line {line} of sequence {sequence.id} is {found}")
-        if table.settings_RN[line, -1] != len(sequence.output) + sequence.num_unseen or table.samples[line].output is not sequence.output:
-            problems.append(f"line {line} of sequence {sequence.id} draws output {table.settings_RN[line, -1]}")
+        if (
+            table.settings_RN[line, -1] != len(sequence.output) + sequence.num_unseen
+            or table.samples[line].output is not sequence.output
+        ):
+            problems.append(
+                f"line {line} of sequence {sequence.id} draws output {table.settings_RN[line, -1]}"
+            )
         if not sequence.can_decode and sequence.num_tokens < sequence.most_tokens:
             problems.append(f"sequence {sequence.id} decodes and cannot")
         if any(

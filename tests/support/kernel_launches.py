@@ -10,8 +10,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 @contextmanager
-def watched(seen: Callable[[str, Callable[[], None]], None], computes: bool = True) -> Iterator[None]:
-    """Calls `seen` with each launched kernel's name and a function that repeats the launch. Without `computes` kernels do nothing."""
+def watched(
+    seen: Callable[[str, Callable[[], None]], None], computes: bool = True
+) -> Iterator[None]:
+    """Calls `seen` with each launched kernel's name and a function that repeats the launch. Without
+    `computes` kernels do nothing.
+    """
     from triton.runtime.interpreter import InterpretedFunction
 
     run = InterpretedFunction.run

@@ -1,10 +1,12 @@
-"""A subscriber of KV events, as a process of its own: it asks for messages that it misses, and says which blocks it knows.
+"""A subscriber of KV events, as a process of its own: it asks for messages that it misses, and says
+which blocks it knows.
 
     python -m tests.support.kv_subscriber ADDRESS REPLAY_ADDRESS TOPIC LOSES CALLER
 
-Invariant: it never stops receiving. A line of standard input is the number of a message, and is answered with a line of JSON: the blocks
-after that message, which may have come long before. It loses a share LOSES of what comes. CALLER is what stands before a client's salt
-where the server computes hashes. It imports nothing of the server.
+Invariant: it never stops receiving. A line of standard input is the number of a message, and is
+answered with a line of JSON: the blocks after that message, which may have come long before. It
+loses a share LOSES of what comes. CALLER is what stands before a client's salt where the server
+computes hashes. It imports nothing of the server.
 """
 
 import json
@@ -104,7 +106,13 @@ def answer(receiver: Receiver, index: BlockIndex, number: int) -> dict[str, Any]
     except ValueError as error:
         problem = str(error)
     seen = receiver.seen + index.seen
-    return {"number": index.number, "last": receiver.last, "blocks": sorted(index.blocks), "seen": seen, "problem": problem}
+    return {
+        "number": index.number,
+        "last": receiver.last,
+        "blocks": sorted(index.blocks),
+        "seen": seen,
+        "problem": problem,
+    }
 
 
 def main() -> None:
@@ -129,16 +137,34 @@ def main() -> None:
 class Subscriber:
     """The process, while it is entered."""
 
-    def __init__(self, address: str, replay: str, topic: str = "", loses: float = 0.0, caller: str = NO_KEY) -> None:
+    def __init__(
+        self, address: str, replay: str, topic: str = "", loses: float = 0.0, caller: str = NO_KEY
+    ) -> None:
         self.seen: Counter[str] = Counter()
-        self._command = [sys.executable, "-m", "tests.support.kv_subscriber", address, replay, topic, str(loses), caller]
+        self._command = [
+            sys.executable,
+            "-m",
+            "tests.support.kv_subscriber",
+            address,
+            replay,
+            topic,
+            str(loses),
+            caller,
+        ]
 
     def __enter__(self) -> Self:
-        self.process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        self.process = subprocess.Popen(
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        )
         assert self.process.stdout is not None and self.process.stdout.readline() == "subscribed\n"
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
         status = self.process.wait(30)
@@ -160,9 +186,15 @@ class Subscriber:
         right = set(dump["blocks"])
         problems = [found["problem"]] if found["problem"] else []
         if found["number"] != dump["kv_event"]:
-            problems.append(f"message {dump['kv_event']} has not come, {found['number']} has; the last is {found['last']}")
+            problems.append(
+                f"message {dump['kv_event']} has not come, {found['number']} has; the last is "
+                f"{found['last']}"
+            )
         if set(found["blocks"]) != right:
-            problems.append(f"{len(found['blocks'])} blocks are known after message {found['number']}, not the {len(right)} that are there")
+            problems.append(
+                f"{len(found['blocks'])} blocks are known after message {found['number']}, not "
+                f"the {len(right)} that are there"
+            )
         self.seen = Counter(found["seen"])
         return problems
 

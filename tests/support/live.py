@@ -1,7 +1,8 @@
 """Real `onehead serve` processes and a client that checks every event, for live tests and benches.
 
-An event that is out of order, of the wrong shape or after the end makes the answer fail, with the reason in words. Invariant: an Answer
-without a failure is complete, with one end. It knows both dialects on the wire and nothing of how the server works.
+An event that is out of order, of the wrong shape or after the end makes the answer fail, with the
+reason in words. Invariant: an Answer without a failure is complete, with one end. It knows both
+dialects on the wire and nothing of how the server works.
 """
 
 import asyncio
@@ -18,7 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from commands.bench.bench import prompt_text
-from tests.support.processes import LB_GRACE, START_SECONDS, ServerProcess, alive, engines, metric_sums
+from tests.support.processes import (
+    LB_GRACE,
+    START_SECONDS,
+    ServerProcess,
+    alive,
+    engines,
+    metric_sums,
+)
 from tests.support.wire import RECEIVED_AT_ONCE, Event, EventParser, ResponseParser, http_request
 
 ANSWER_SECONDS = 180.0
@@ -68,7 +76,9 @@ class Reply:
 
 @asynccontextmanager
 async def exchange(port: int, request: bytes, buffer: int | None = None) -> AsyncIterator[Reply]:
-    """Sends a request and reads the head of its reply. Raises OSError, EOFError or ValueError. `buffer` bounds the unread bytes."""
+    """Sends a request and reads the head of its reply. Raises OSError, EOFError or ValueError.
+    `buffer` bounds the unread bytes.
+    """
     if buffer is None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
     else:
@@ -108,13 +118,25 @@ class Ask:
     @property
     def body(self) -> dict[str, Any]:
         extra: dict[str, Any] = {"resumable": True} if self.resumable else {}
-        sampling: dict[str, Any] = {} if self.seed is None else {"temperature": 0.8, "seed": self.seed}
+        sampling: dict[str, Any] = (
+            {} if self.seed is None else {"temperature": 0.8, "seed": self.seed}
+        )
         if self.dialect == "tgi":
             sampling |= {} if self.seed is None else {"do_sample": True}
-            parameters = {"max_new_tokens": self.tokens, "ignore_eos": True, "details": True, **sampling}
+            parameters = {
+                "max_new_tokens": self.tokens,
+                "ignore_eos": True,
+                "details": True,
+                **sampling,
+            }
             return {"inputs": self.prompt, "parameters": parameters, "stream": self.stream, **extra}
         sampling = sampling or {"temperature": 0}
-        wanted = {"max_tokens": self.tokens, "ignore_eos": True, "return_token_ids": True, "stream": self.stream}
+        wanted = {
+            "max_tokens": self.tokens,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": self.stream,
+        }
         return {"prompt": self.prompt, **wanted, **sampling, **extra}
 
     def request(self, headers: dict[str, str] | None = None) -> bytes:
@@ -190,7 +212,11 @@ class Answer:
             self.ids = [token["id"] for token in data["details"]["tokens"]]
         else:
             (choice,) = data["choices"]
-            self.text, self.finish, self.ids = choice["text"], choice["finish_reason"], choice["token_ids"]
+            self.text, self.finish, self.ids = (
+                choice["text"],
+                choice["finish_reason"],
+                choice["token_ids"],
+            )
 
     def _add(self, id: int, text: str, logprob: float) -> None:
         self.ids.append(id)
@@ -203,16 +229,28 @@ class Answer:
         if self.failure is not None:
             return self.failure
         if self.ids != oracle.ids:
-            at = next((i for i, (a, b) in enumerate(zip(self.ids, oracle.ids, strict=False)) if a != b), None)
+            at = next(
+                (i for i, (a, b) in enumerate(zip(self.ids, oracle.ids, strict=False)) if a != b),
+                None,
+            )
             if at is None:
                 return f"{len(self.ids)} tokens instead of {len(oracle.ids)}"
             return f"token {at} is {self.ids[at]} instead of {oracle.ids[at]}"
         if self.text != oracle.text:
             return "the tokens are the same and the text is not"
-        return None if self.finish == oracle.finish else f"finish {self.finish} instead of {oracle.finish}"
+        return (
+            None
+            if self.finish == oracle.finish
+            else f"finish {self.finish} instead of {oracle.finish}"
+        )
 
 
-async def ask(port: int, question: Ask, on_token: Callable[[Answer], None] | None = None, timeout: float = ANSWER_SECONDS) -> Answer:
+async def ask(
+    port: int,
+    question: Ask,
+    on_token: Callable[[Answer], None] | None = None,
+    timeout: float = ANSWER_SECONDS,
+) -> Answer:
     """Sends a request and takes every event. Errors become the answer's failure."""
     answer = Answer(question, sent=time.perf_counter())
     try:
@@ -226,7 +264,9 @@ async def ask(port: int, question: Ask, on_token: Callable[[Answer], None] | Non
     return answer
 
 
-async def receive(reply: Reply, answer: Answer, on_token: Callable[[Answer], None] | None = None) -> None:
+async def receive(
+    reply: Reply, answer: Answer, on_token: Callable[[Answer], None] | None = None
+) -> None:
     """Reads everything to the end. Raises ValueError, and errors of the connection."""
     answer.status, answer.headers = reply.status, reply.headers
     if reply.status != 200:
@@ -254,15 +294,20 @@ class Server:
         self.process, self.port, self.log = server.process, server.port, log
 
     @classmethod
-    async def start(cls, log: Path, *options: str, port: int = 0, launcher: tuple[str, ...] = ("commands.cli",)) -> "Server":
-        """Starts one and waits until it is ready. One that takes over a port appends to the log there is.
+    async def start(
+        cls, log: Path, *options: str, port: int = 0, launcher: tuple[str, ...] = ("commands.cli",)
+    ) -> "Server":
+        """Starts one and waits until it is ready. One that takes over a port appends to the log
+        there is.
 
         `launcher` is the command's module, and the arguments of its own.
         """
         # ServerProcess sets it to 0; a shutdown as users have it is part of what live runs measure.
         grace = () if "--server.lb_grace" in options else ("--server.lb_grace", LB_GRACE)
         with log.open("a" if port else "w") as errors:
-            server = ServerProcess(None, *grace, *options, port=port, launcher=launcher, stderr=errors, wait=False)
+            server = ServerProcess(
+                None, *grace, *options, port=port, launcher=launcher, stderr=errors, wait=False
+            )
         try:
             await asyncio.to_thread(server.wait_started)
         except AssertionError as error:
@@ -285,7 +330,9 @@ class Server:
 
     def must_live(self) -> None:
         if (status := self.process.poll()) is not None:
-            raise SystemExit(f"the server ended with status {status}\n{self.log.read_text()[-2000:]}")
+            raise SystemExit(
+                f"the server ended with status {status}\n{self.log.read_text()[-2000:]}"
+            )
 
     async def get(self, path: str) -> tuple[int, str]:
         async with asyncio.timeout(30), exchange(self.port, http_request("GET", path)) as reply:

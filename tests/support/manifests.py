@@ -1,5 +1,5 @@
-"""The manifests of deploy/ as tests and scripts/deploy read them: the chart's three renderings, KServe's files, and schemas of custom
-resources.
+"""The manifests of deploy/ as tests and scripts/deploy read them: the chart's three renderings,
+KServe's files, and schemas of custom resources.
 """
 
 import hashlib
@@ -29,20 +29,26 @@ def chart_digest() -> str:
     """SHA-256 of the chart's files, names included: what a rendering is of."""
     digest = hashlib.sha256()
     for path in sorted(path for path in CHART.rglob("*") if path.is_file()):
-        digest.update(f"{path.relative_to(CHART).as_posix()}\0".encode() + path.read_bytes() + b"\0")
+        digest.update(
+            f"{path.relative_to(CHART).as_posix()}\0".encode() + path.read_bytes() + b"\0"
+        )
     return digest.hexdigest()
 
 
 def header(preset: str) -> str:
     """The first lines of a rendering, which say how it was made and of what."""
     return (
-        f"# By scripts/deploy render: helm template onehead deploy/helm/onehead --namespace onehead --values values-{preset}.yaml.\n"
-        f"# For kubectl without Helm; put your image in. Of the chart with the SHA-256 {chart_digest()}\n"
+        "# By scripts/deploy render: helm template onehead deploy/helm/onehead --namespace "
+        f"onehead --values values-{preset}.yaml.\n"
+        "# For kubectl without Helm; put your image in. Of the chart with the SHA-256 "
+        f"{chart_digest()}\n"
     )
 
 
 def schemas(folder: Path) -> Schemas:
-    """The schemas of every CustomResourceDefinition in a folder of YAML files. Fields that they lack are refused, as by kubectl."""
+    """The schemas of every CustomResourceDefinition in a folder of YAML files. Fields that they
+    lack are refused, as by kubectl.
+    """
     found: Schemas = {}
     for path in sorted(folder.glob("*.yaml")):
         for definition in documents(path):
@@ -51,7 +57,11 @@ def schemas(folder: Path) -> Schemas:
             spec = definition["spec"]
             for version in spec["versions"]:
                 schema = _strict(version["schema"]["openAPIV3Schema"])
-                schema["properties"] |= {"apiVersion": {"type": "string"}, "kind": {"type": "string"}, "metadata": {"type": "object"}}
+                schema["properties"] |= {
+                    "apiVersion": {"type": "string"},
+                    "kind": {"type": "string"},
+                    "metadata": {"type": "object"},
+                }
                 found[f"{spec['group']}/{version['name']}", spec["names"]["kind"]] = schema
     return found
 
@@ -65,14 +75,23 @@ def _strict(schema: Any) -> Any:
     strict = {key: _strict(value) for key, value in schema.items()}
     if schema.get("x-kubernetes-int-or-string"):
         return {"type": ["integer", "string"]}
-    if isinstance(schema.get("properties"), dict) and "type" in schema and not schema.get("x-kubernetes-preserve-unknown-fields"):
+    if (
+        isinstance(schema.get("properties"), dict)
+        and "type" in schema
+        and not schema.get("x-kubernetes-preserve-unknown-fields")
+    ):
         strict.setdefault("additionalProperties", False)
     return strict
 
 
 def mistakes(manifest: dict[str, Any], known: Schemas) -> list[str] | None:
-    """What a custom resource has that its schema does not allow, in words; None where there is no schema of it."""
+    """What a custom resource has that its schema does not allow, in words; None where there is no
+    schema of it.
+    """
     schema = known.get((manifest["apiVersion"], manifest["kind"]))
     if schema is None:
         return None
-    return [f"{'.'.join(map(str, error.path))}: {error.message[:300]}" for error in Draft7Validator(schema).iter_errors(manifest)]
+    return [
+        f"{'.'.join(map(str, error.path))}: {error.message[:300]}"
+        for error in Draft7Validator(schema).iter_errors(manifest)
+    ]

@@ -1,5 +1,6 @@
-"""`onehead` as on a processor with fewer features: `python -m tests.support.masked FLAGS serve ...`, with FLAGS as Linux
-names them, separated by commas; `none` leaves the kernels out. The server is the production one; its engines run this module too.
+"""`onehead` as on a processor with fewer features: `python -m tests.support.masked FLAGS serve
+...`, with FLAGS as Linux names them, separated by commas; `none` leaves the kernels out. The server
+is the production one; its engines run this module too.
 """
 
 import os

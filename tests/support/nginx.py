@@ -27,7 +27,9 @@ def _is_open(port: int) -> bool:
 
 
 class Nginx:
-    """nginx in the foreground. Of the configuration its addresses and the folder of its files are changed, and nothing else."""
+    """nginx in the foreground. Of the configuration its addresses and the folder of its files are
+    changed, and nothing else.
+    """
 
     def __init__(self, folder: Path, server: int) -> None:
         assert NGINX is not None

@@ -1,4 +1,6 @@
-"""The files of deploy/observability as tests read them: the expressions of the dashboard and of the alert rules, and what they ask for."""
+"""The files of deploy/observability as tests read them: the expressions of the dashboard and of the
+alert rules, and what they ask for.
+"""
 
 import json
 import re
@@ -26,9 +28,15 @@ def dashboard() -> dict[str, Any]:
 
 
 def dashboard_expressions() -> dict[str, str]:
-    """Every expression of the dashboard, by its place: the title of its panel, and its letter there."""
+    """Every expression of the dashboard, by its place: the title of its panel, and its letter
+    there.
+    """
     board = dashboard()
-    targets = {f"{panel['title']} {target['refId']}": target["expr"] for panel in board["panels"] for target in panel.get("targets", ())}
+    targets = {
+        f"{panel['title']} {target['refId']}": target["expr"]
+        for panel in board["panels"]
+        for target in panel.get("targets", ())
+    }
     return targets | {each["name"]: each["expr"] for each in board["annotations"]["list"]}
 
 
@@ -39,10 +47,14 @@ def alerts() -> list[dict[str, Any]]:
 
 
 def exposed(exposition: str) -> dict[str, set[str]]:
-    """The series of Prometheus' text format by name, each with its labels; also those that have no sample yet, without labels."""
+    """The series of Prometheus' text format by name, each with its labels; also those that have no
+    sample yet, without labels.
+    """
     found: dict[str, set[str]] = {"up": set()}
     for family in text_string_to_metric_families(exposition):
-        suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}.get(family.type, ("",))
+        suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}.get(
+            family.type, ("",)
+        )
         for suffix in suffixes:
             found.setdefault(family.name + suffix, set())
         for sample in family.samples:
@@ -57,9 +69,17 @@ def problems(expression: str, series: dict[str, set[str]]) -> list[str]:
         if name not in series:
             found.append(f"no metric {name}")
         elif series[name]:
-            found += [f"{name} has no label {label}" for label in _MATCHER.findall(matchers) if label not in series[name] | OF_THE_SCRAPE]
-    labels = {label for group in _GROUPING.findall(expression) for label in re.findall(r"\w+", group)}
-    known = OF_THE_SCRAPE.union(*series.values(), {"key"})  # Of keys with a name, which a server may lack.
+            found += [
+                f"{name} has no label {label}"
+                for label in _MATCHER.findall(matchers)
+                if label not in series[name] | OF_THE_SCRAPE
+            ]
+    labels = {
+        label for group in _GROUPING.findall(expression) for label in re.findall(r"\w+", group)
+    }
+    known = OF_THE_SCRAPE.union(
+        *series.values(), {"key"}
+    )  # Of keys with a name, which a server may lack.
     return found + [f"no metric has the label {label}" for label in sorted(labels - known)]
 
 
@@ -72,4 +92,7 @@ def page_and_anchor(reference: str) -> tuple[Path, str]:
 def anchors(page: Path) -> set[str]:
     """The anchors that the site gives the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+    return {
+        re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
+        for heading in headings
+    }

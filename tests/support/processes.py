@@ -1,4 +1,6 @@
-"""Real `onehead serve` processes for tests, and a plain HTTP client that can misbehave on purpose."""
+"""Real `onehead serve` processes for tests, and a plain HTTP client that can misbehave on
+purpose.
+"""
 
 import contextlib
 import json
@@ -45,9 +47,15 @@ def children(pid: int) -> list[int]:
 
 
 def engines(pid: int) -> list[int]:
-    """Engine processes among the children of a server; the others are copies of it, or load its checkpoint."""
+    """Engine processes among the children of a server; the others are copies of it, or load its
+    checkpoint.
+    """
     others = command_line(pid), b""
-    return [child for child in children(pid) if (line := command_line(child)) not in others and b"server.text." not in line]
+    return [
+        child
+        for child in children(pid)
+        if (line := command_line(child)) not in others and b"server.text." not in line
+    ]
 
 
 def command_line(pid: int) -> bytes:
@@ -73,9 +81,10 @@ def served_port(line: str) -> int | None:
 class ServerProcess:
     """`onehead serve` as a process of its own, ready unless `wait` is False.
 
-    `model` None serves the default checkpoint. `launcher` is the command's module and the arguments before `serve`; `environment` is
-    added to this process's. `constants`: other values of named constants (tests.support.constants).
-    Standard error goes to a pipe, or to what `stderr` names as subprocess.Popen takes it.
+    `model` None serves the default checkpoint. `launcher` is the command's module and the arguments
+    before `serve`; `environment` is added to this process's. `constants`: other values of named
+    constants (tests.support.constants). Standard error goes to a pipe, or to what `stderr` names as
+    subprocess.Popen takes it.
     """
 
     def __init__(
@@ -95,7 +104,17 @@ class ServerProcess:
         grace = () if "--server.lb_grace" in arguments else ("--server.lb_grace", "0")
         if constants:
             launcher = other_constants.launcher(constants, *launcher)
-        self.command = [sys.executable, "-m", *launcher, "serve", *named, "--port", str(port), *grace, *arguments]
+        self.command = [
+            sys.executable,
+            "-m",
+            *launcher,
+            "serve",
+            *named,
+            "--port",
+            str(port),
+            *grace,
+            *arguments,
+        ]
         self.process = subprocess.Popen(
             self.command,
             stdout=subprocess.PIPE,
@@ -111,7 +130,9 @@ class ServerProcess:
             self.wait_started()
 
     def wait_started(self) -> None:
-        """Waits for the line that names the port. Raises AssertionError where none comes within START_SECONDS."""
+        """Waits for the line that names the port. Raises AssertionError where none comes within
+        START_SECONDS.
+        """
         assert self.process.stdout is not None
         guard = threading.Timer(START_SECONDS, self.process.kill)
         guard.start()
@@ -120,7 +141,9 @@ class ServerProcess:
         port = served_port(self.first_line)
         if port is None:
             self.process.kill()
-            raise AssertionError(f"did not start: {' '.join(self.command)}: {self.process.communicate()}")
+            raise AssertionError(
+                f"did not start: {' '.join(self.command)}: {self.process.communicate()}"
+            )
         self.port = port
 
     def __enter__(self) -> Self:
@@ -174,9 +197,13 @@ def metric_sums(exposition: str) -> dict[str, float]:
 
 
 class Stream:
-    """One SSE request on a connection of its own, whose answer is read as slowly as the test likes."""
+    """One SSE request on a connection of its own, whose answer is read as slowly as the test
+    likes.
+    """
 
-    def __init__(self, port: int, path: str, body: Any, headers: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, port: int, path: str, body: Any, headers: dict[str, str] | None = None
+    ) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=DEADLINE)
         self.socket.sendall(http_request("POST", path, body, headers))
 

@@ -1,6 +1,8 @@
-"""Random JSON schemas, outputs drawn under them by a model of random logits, and a validator that reads the raw text.
+"""Random JSON schemas, outputs drawn under them by a model of random logits, and a validator that
+reads the raw text.
 
-The schemas use every supported keyword, some unsupported ones, and values at and beyond the supported bounds.
+The schemas use every supported keyword, some unsupported ones, and values at and beyond the
+supported bounds.
 """
 
 import asyncio
@@ -44,13 +46,25 @@ FORMATS = [
     "int64",
     "uri-reference",
 ]
-PATTERNS = ["^[a-c]{1,4}$", "^\\d{3}-\\d{2}$", "[xy]", "^(foo|bar)?$", "^[A-Z][a-z]{0,5}$", "^.{0,3}$", "^a|b$", "\\s", "^\\w{1,5}$"]
+PATTERNS = [
+    "^[a-c]{1,4}$",
+    "^\\d{3}-\\d{2}$",
+    "[xy]",
+    "^(foo|bar)?$",
+    "^[A-Z][a-z]{0,5}$",
+    "^.{0,3}$",
+    "^a|b$",
+    "\\s",
+    "^\\w{1,5}$",
+]
 checker = jsonschema.FormatChecker(formats=["date", "email", "ipv4", "ipv6", "uuid"])
 
 
 @checker.checks("date-time", raises=ValueError)
 def _is_date_time(value: object) -> bool:
-    return not isinstance(value, str) or ("T" in value and datetime.datetime.fromisoformat(value).tzinfo is not None)
+    return not isinstance(value, str) or (
+        "T" in value and datetime.datetime.fromisoformat(value).tzinfo is not None
+    )
 
 
 @checker.checks("time", raises=ValueError)
@@ -62,7 +76,10 @@ def _is_time(value: object) -> bool:
 def _is_duration(value: object) -> bool:
     date = r"(\d+Y(\d+M(\d+D)?)?|\d+M(\d+D)?|\d+D)"
     time = r"T(\d+H(\d+M(\d+S)?)?|\d+M(\d+S)?|\d+S)"
-    return not isinstance(value, str) or re.fullmatch(f"P({date}({time})?|{time}|\\d+W)", value) is not None
+    return (
+        not isinstance(value, str)
+        or re.fullmatch(f"P({date}({time})?|{time}|\\d+W)", value) is not None
+    )
 
 
 @checker.checks("uri")
@@ -80,7 +97,9 @@ class Schemas:
     def make(self) -> dict[str, Any]:
         for name in self.rng.sample(["A", "B", "C"], self.rng.choice([0, 0, 1, 2])):
             self.definitions[name] = self._object(2)
-        schema = self._some([self._object] * 4 + [self._array, self._any_of, self._one_of, self._all_of])(0)
+        schema = self._some(
+            [self._object] * 4 + [self._array, self._any_of, self._one_of, self._all_of]
+        )(0)
         if self.definitions:
             schema["$defs"] = self.definitions
         return schema  # type: ignore[no-any-return]
@@ -92,7 +111,14 @@ class Schemas:
         return self.rng.random() < share
 
     def _schema(self, depth: int) -> Any:
-        scalars = [self._integer, self._number, self._string, self._string, self._literal, self._simple]
+        scalars = [
+            self._integer,
+            self._number,
+            self._string,
+            self._string,
+            self._literal,
+            self._simple,
+        ]
         nested = [self._object, self._array, self._any_of, self._one_of, self._all_of]
         if self.definitions and self._chance(0.15):
             return {"$ref": f"#/$defs/{self._some([*self.definitions])}"}
@@ -103,7 +129,12 @@ class Schemas:
 
     def _simple(self, depth: int) -> dict[str, Any]:
         return self._some(
-            [{"type": "boolean"}, {"type": "null"}, {"type": ["integer", "null"], "maximum": 50}, {"type": ["boolean", "string"]}]
+            [
+                {"type": "boolean"},
+                {"type": "null"},
+                {"type": ["integer", "null"], "maximum": 50},
+                {"type": ["boolean", "string"]},
+            ]
         )  # type: ignore[no-any-return]
 
     def _bounds(self, low: Any, high: Any) -> dict[str, Any]:
@@ -119,10 +150,17 @@ class Schemas:
         low, high = sorted(self.rng.randint(-size, size) for _ in range(2))
         schema: dict[str, Any] = {"type": "integer"} | self._bounds(low, high + 2)
         if self._chance(0.2):
-            schema["multipleOf"] = self._some([2, 3, 5, 7, 10, 25, 100, 0.5, 1.5] + [12345] * self._chance(0.05))
+            schema["multipleOf"] = self._some(
+                [2, 3, 5, 7, 10, 25, 100, 0.5, 1.5] + [12345] * self._chance(0.05)
+            )
         if self._chance(0.02):
             schema = {"type": "integer"} | self._some(
-                [{"maximum": 2**53 - 1}, {"minimum": 2**53}, {"minimum": -(2**63)}, {"maximum": 2**64}]
+                [
+                    {"maximum": 2**53 - 1},
+                    {"minimum": 2**53},
+                    {"minimum": -(2**63)},
+                    {"maximum": 2**64},
+                ]
             )
         return schema
 
@@ -131,7 +169,9 @@ class Schemas:
         low, high = sorted(round(self.rng.uniform(-size, size), digits) for _ in range(2))
         schema: dict[str, Any] = {"type": "number"} | self._bounds(low, high + 1)
         if self._chance(0.15):
-            schema["multipleOf"] = self._some([0.1, 0.5, 0.01, 0.25, 3, 1.5] + [0.07] * self._chance(0.05))
+            schema["multipleOf"] = self._some(
+                [0.1, 0.5, 0.01, 0.25, 3, 1.5] + [0.07] * self._chance(0.05)
+            )
         if self._chance(0.05):
             schema = {"type": "number", "minimum": self.rng.uniform(-1, 1)}
         return schema
@@ -149,7 +189,28 @@ class Schemas:
         return schema
 
     def _value(self, depth: int) -> Any:
-        values = ["x", "yy", "é", "", "a\nb", 'q"', 3, 0, -7, 1.5, 0.1, 1e-7, 100.0, True, False, None, [1, "a"], [], {"k": [1]}, {}]
+        values = [
+            "x",
+            "yy",
+            "é",
+            "",
+            "a\nb",
+            'q"',
+            3,
+            0,
+            -7,
+            1.5,
+            0.1,
+            1e-7,
+            100.0,
+            True,
+            False,
+            None,
+            [1, "a"],
+            [],
+            {"k": [1]},
+            {},
+        ]
         return self._some(values + [2**53 - 1] + [2**53 + 1, 10**20, "\u0001"] * self._chance(0.05))
 
     def _literal(self, depth: int) -> dict[str, Any]:
@@ -173,11 +234,18 @@ class Schemas:
 
     def _object(self, depth: int, names: Sequence[str] = NAMES) -> dict[str, Any]:
         names = self.rng.sample(names, self.rng.randint(1, 4))
-        schema: dict[str, Any] = {"type": "object", "properties": {name: self._schema(depth) for name in names}}
+        schema: dict[str, Any] = {
+            "type": "object",
+            "properties": {name: self._schema(depth) for name in names},
+        }
         if self._chance(0.7):
-            schema["required"] = self.rng.sample(names, self.rng.randint(0, len(names))) + ["more"] * self._chance(0.05)
+            schema["required"] = self.rng.sample(names, self.rng.randint(0, len(names))) + [
+                "more"
+            ] * self._chance(0.05)
         if self._chance(0.3):
-            schema["additionalProperties"] = self._some([False, False, True, {"type": "integer", "maximum": 9}])
+            schema["additionalProperties"] = self._some(
+                [False, False, True, {"type": "integer", "maximum": 9}]
+            )
         if self._chance(0.06):
             schema["patternProperties"] = {"^p[0-9]$": {"type": "boolean"}}
         if self._chance(0.02):
@@ -189,7 +257,9 @@ class Schemas:
         return schema
 
     def _any_of(self, depth: int) -> dict[str, Any]:
-        schema: dict[str, Any] = {"anyOf": [self._schema(depth) for _ in range(self.rng.randint(1, 3))]}
+        schema: dict[str, Any] = {
+            "anyOf": [self._schema(depth) for _ in range(self.rng.randint(1, 3))]
+        }
         if self._chance(0.03):
             schema |= self._object(depth)
         return schema
@@ -220,7 +290,9 @@ class Schemas:
 
 
 def faults(text: str, schema: dict[str, Any]) -> list[str]:
-    """The problem with an output, by its text: numbers are compared as written, and a duplicate key is checked in either occurrence."""
+    """The problem with an output, by its text: numbers are compared as written, and a duplicate key
+    is checked in either occurrence.
+    """
     found = []
     for keep_first in (False, True):
 
@@ -242,7 +314,9 @@ def has_key_twice(text: str) -> bool:
 
 @dataclass
 class Result:
-    """`refused`: message of the refusal; `failed`: message of a failure after the schema was accepted; `text`: the finished output."""
+    """`refused`: message of the refusal; `failed`: message of a failure after the schema was
+    accepted; `text`: the finished output.
+    """
 
     schema: dict[str, Any]
     refused: str = ""
@@ -255,11 +329,17 @@ class Trial:
 
     def __init__(self, folder: Path) -> None:
         codec = TextCodec(folder)
-        self.codec, self.vocab_size, self.ends = codec, codec.largest_id + 1, list(codec.end_token_ids)
+        self.codec, self.vocab_size, self.ends = (
+            codec,
+            codec.largest_id + 1,
+            list(codec.end_token_ids),
+        )
         self.compiler = Compiler(codec)
         self.grammars = read_grammars(codec.path, self.ends)
         texts = [codec.decode([id]) for id in range(self.vocab_size)]
-        self.bias = np.array([CLOSING if text and not text.strip('"}],') else 0.0 for text in texts])
+        self.bias = np.array(
+            [CLOSING if text and not text.strip('"}],') else 0.0 for text in texts]
+        )
         self._runner = asyncio.Runner()
 
     def __enter__(self) -> "Trial":
@@ -283,7 +363,9 @@ class Trial:
         return result
 
     def _draw(self, grammar: str, seed: int) -> str | None:
-        message = protocol.Submit(0, [1], [], MOST_TOKENS, 0, self.ends, protocol.Sampling(), grammar=grammar)
+        message = protocol.Submit(
+            0, [1], [], MOST_TOKENS, 0, self.ends, protocol.Sampling(), grammar=grammar
+        )
         constraint, rng, output = self.grammars.constraint(message), np.random.default_rng(seed), []
         assert constraint is not None
         output += constraint.forced
@@ -291,7 +373,10 @@ class Trial:
             assert constraint.mask is not None
             bits = np.unpackbits(np.frombuffer(constraint.mask, np.uint8), bitorder="little")
             allowed = np.flatnonzero(bits)
-            logits = rng.standard_normal(len(allowed)) + self.bias[np.minimum(allowed, self.vocab_size - 1)]
+            logits = (
+                rng.standard_normal(len(allowed))
+                + self.bias[np.minimum(allowed, self.vocab_size - 1)]
+            )
             token = int(allowed[np.argmax(logits / TEMPERATURE + rng.gumbel(size=len(allowed)))])
             output.append(token)
             if token not in self.ends:

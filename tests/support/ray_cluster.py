@@ -1,7 +1,9 @@
-"""A Ray cluster of this machine alone, with `serve run deploy.ray.app:app` in it, as the guide has it.
+"""A Ray cluster of this machine alone, with `serve run deploy.ray.app:app` in it, as the guide has
+it.
 
-Invariant: every process that it starts is a descendant of its own, and has ended when `stop` returns. It needs the commands of the extra
-`ray` beside the running Python, and imports nothing of Ray.
+Invariant: every process that it starts is a descendant of its own, and has ended when `stop`
+returns. It needs the commands of the extra `ray` beside the running Python, and imports nothing of
+Ray.
 """
 
 import argparse
@@ -31,10 +33,18 @@ ACTOR = b"ray::ServeReplica:default:onehead"
 """How Ray names the process of a replica."""
 
 
-def run_parts(parser: argparse.ArgumentParser, parts: Sequence[str], run: Callable[[Any, Path], Coroutine[Any, Any, int]]) -> None:
-    """Runs a command with the further options --output and --parts, and a folder for logs; exits with its status."""
+def run_parts(
+    parser: argparse.ArgumentParser,
+    parts: Sequence[str],
+    run: Callable[[Any, Path], Coroutine[Any, Any, int]],
+) -> None:
+    """Runs a command with the further options --output and --parts, and a folder for logs; exits
+    with its status.
+    """
     parser.add_argument("--output", type=Path, help="an existing folder")
-    parser.add_argument("--parts", default=",".join(parts), help="which of them (default: %(default)s)")
+    parser.add_argument(
+        "--parts", default=",".join(parts), help="which of them (default: %(default)s)"
+    )
     options = parser.parse_args()
     options.parts = options.parts.split(",")
     with tempfile.TemporaryDirectory() as scratch:
@@ -57,7 +67,9 @@ class Cluster:
 
     def __init__(self, log: Path, **arguments: object) -> None:
         self.log, self.port, self._arguments = log, free_port(), arguments
-        self._folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # The paths of its sockets must be short.
+        self._folder = Path(
+            tempfile.mkdtemp(prefix="ray", dir="/tmp")
+        )  # The paths of its sockets must be short.
         self._ray_port = free_port()
         self._environment = os.environ | {
             "PYTHONPATH": str(ROOT),
@@ -73,16 +85,28 @@ class Cluster:
 
     def begin(self) -> None:
         """Starts Ray, its proxy and the application."""
-        head = f"ray start --head --block --node-ip-address 127.0.0.1 --port {self._ray_port} --temp-dir {self._folder}"
+        head = (
+            f"ray start --head --block --node-ip-address 127.0.0.1 --port {self._ray_port} "
+            f"--temp-dir {self._folder}"
+        )
         sizes = "--include-dashboard=false --num-cpus 16 --object-store-memory 150000000"
         self._processes.append(self._start(*head.split(), *sizes.split()))
-        self._retry(*f"serve start --http-host 127.0.0.1 --http-port {self.port} --proxy-location HeadOnly".split())
+        self._retry(
+            *f"serve start --http-host 127.0.0.1 --http-port {self.port} --proxy-location HeadOnly".split()  # noqa: E501
+        )
         given = [f"{name}={value}" for name, value in self._arguments.items()]
         self._processes.append(self._start("serve", "run", "deploy.ray.app:app", *given))
 
     def _start(self, *command: str) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
-            return subprocess.Popen(command, stdout=log, stderr=log, env=self._environment, cwd=ROOT, start_new_session=True)
+            return subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=log,
+                env=self._environment,
+                cwd=ROOT,
+                start_new_session=True,
+            )
 
     def _retry(self, *command: str) -> None:
         """Runs a command until it succeeds: Ray is not there at once."""
@@ -97,7 +121,10 @@ class Cluster:
         """Raises SystemExit where Ray has ended."""
         for process in self._processes:
             if process.poll() is not None:
-                raise SystemExit(f"{process.args!r} ended with status {process.returncode}\n{self.log.read_text()[-3000:]}")
+                raise SystemExit(
+                    f"{process.args!r} ended with status "
+                    f"{process.returncode}\n{self.log.read_text()[-3000:]}"
+                )
 
     @classmethod
     async def start(cls, log: Path, **arguments: object) -> Self:
@@ -105,15 +132,22 @@ class Cluster:
         cluster = cls(log, **arguments)
         try:
             await asyncio.to_thread(cluster.begin)
-            await cluster.until(lambda names: len(names) >= int(str(arguments.get("min_replicas", 1))))
+            await cluster.until(
+                lambda names: len(names) >= int(str(arguments.get("min_replicas", 1)))
+            )
         except BaseException:
             await cluster.stop()
             raise
         return cluster
 
-    async def get(self, path: str, headers: dict[str, str] | None = None, method: str = "GET") -> tuple[int, str]:
+    async def get(
+        self, path: str, headers: dict[str, str] | None = None, method: str = "GET"
+    ) -> tuple[int, str]:
         """Status and text of a request through the proxy."""
-        async with asyncio.timeout(60), exchange(self.port, http_request(method, path, headers=headers)) as reply:
+        async with (
+            asyncio.timeout(60),
+            exchange(self.port, http_request(method, path, headers=headers)) as reply,
+        ):
             return reply.status, (await reply.body()).decode()
 
     async def metrics(self) -> dict[str, dict[str, float]]:
@@ -125,8 +159,12 @@ class Cluster:
                 found[sample[2]][sample[1]] += float(sample[3])
         return found
 
-    async def until(self, wanted: Callable[[list[str]], bool], seconds: float = START_SECONDS) -> list[str]:
-        """Waits until the names of the replicas are as wanted, which is a function of them; returns them."""
+    async def until(
+        self, wanted: Callable[[list[str]], bool], seconds: float = START_SECONDS
+    ) -> list[str]:
+        """Waits until the names of the replicas are as wanted, which is a function of them; returns
+        them.
+        """
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self.must_live()
@@ -136,18 +174,26 @@ class Cluster:
             except (OSError, EOFError, TimeoutError):
                 pass
             await asyncio.sleep(0.2)
-        raise SystemExit(f"the replicas are not as wanted within {seconds:g} s\n{self.log.read_text()[-3000:]}")
+        raise SystemExit(
+            f"the replicas are not as wanted within {seconds:g} s\n{self.log.read_text()[-3000:]}"
+        )
 
     def actors(self) -> list[int]:
         """Process ids of the replicas."""
-        return [pid for pid in descendants(self._processes[0].pid) if command_line(pid).startswith(ACTOR)]
+        return [
+            pid
+            for pid in descendants(self._processes[0].pid)
+            if command_line(pid).startswith(ACTOR)
+        ]
 
     async def stop(self) -> None:
         """Shuts the application down, and then Ray."""
         below = {pid for process in self._processes for pid in descendants(process.pid)}
         for process in reversed(self._processes):
             if process.poll() is None:
-                process.send_signal(signal.SIGTERM if process is self._processes[0] else signal.SIGINT)
+                process.send_signal(
+                    signal.SIGTERM if process is self._processes[0] else signal.SIGINT
+                )
                 try:
                     await asyncio.to_thread(process.wait, 60)
                 except subprocess.TimeoutExpired:

@@ -1,8 +1,9 @@
-"""A simulated device stream: operations are executed late, and a captured CUDA graph is a recording of torch operations
-and of Triton kernels under the interpreter.
+"""A simulated device stream: operations are executed late, and a captured CUDA graph is a recording
+of torch operations and of Triton kernels under the interpreter.
 
-A replay executes the recorded operations again on the recorded tensors, as a CUDA graph does. Python code that ran during the capture does
-not run again, so values that a step took from the host then are still used.
+A replay executes the recorded operations again on the recorded tensors, as a CUDA graph does.
+Python code that ran during the capture does not run again, so values that a step took from the host
+then are still used.
 """
 
 import sys
@@ -20,7 +21,9 @@ from tests.support.kernel_launches import watched
 
 
 class Recording(TorchDispatchMode):
-    """Records the torch operations executed while it is active, and the Triton kernels that the interpreter runs."""
+    """Records the torch operations executed while it is active, and the Triton kernels that the
+    interpreter runs.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,12 +40,20 @@ class Recording(TorchDispatchMode):
         super().__exit__(*error)
         self.kernels.__exit__(*error)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         found = function(*args, **(kwargs or {}))
         self.operations.append(partial(self._repeat, function, args, kwargs or {}, found))
         return found
 
-    def _repeat(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorded: Any) -> None:
+    def _repeat(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorded: Any
+    ) -> None:
         found = function(*args, **kwargs)
         for old, new in zip(tree_leaves(recorded), tree_leaves(found), strict=True):
             if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():

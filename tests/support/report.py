@@ -1,6 +1,8 @@
-"""Reports of live tests and benches: figures of a process from /proc, tables, checks, pictures, and one JSON file for each run.
+"""Reports of live tests and benches: figures of a process from /proc, tables, checks, pictures, and
+one JSON file for each run.
 
-Invariant: the exit status is 0 exactly if every check holds, and the file agrees with the table. It knows nothing of servers.
+Invariant: the exit status is 0 exactly if every check holds, and the file agrees with the table. It
+knows nothing of servers.
 """
 
 import json
@@ -36,8 +38,14 @@ class Usage:
 def usage(pid: int) -> Usage | None:
     """The resources of a running process; None if it has ended."""
     with suppress(OSError, KeyError):
-        lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-        return Usage(int(lines["VmRSS"].split()[0]) * 1024, len(os.listdir(f"/proc/{pid}/fd")), int(lines["Threads"]))
+        lines = dict(
+            line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        )
+        return Usage(
+            int(lines["VmRSS"].split()[0]) * 1024,
+            len(os.listdir(f"/proc/{pid}/fd")),
+            int(lines["Threads"]),
+        )
     return None
 
 
@@ -70,18 +78,27 @@ class Memory:
 
 
 def raise_file_limit() -> int:
-    """Raises the limit of open files of this process and its children as far as allowed; returns it."""
+    """Raises the limit of open files of this process and its children as far as allowed; returns
+    it.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard
 
 
 def progress() -> Progress:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     return Progress(*columns, console=Console(stderr=True), refresh_per_second=4)
 
 
-def show(headings: Iterable[str], rows: Iterable[Iterable[object]], caption: str | None = None) -> None:
+def show(
+    headings: Iterable[str], rows: Iterable[Iterable[object]], caption: str | None = None
+) -> None:
     """A table on standard output."""
     table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
     for number, heading in enumerate(headings):
@@ -92,7 +109,9 @@ def show(headings: Iterable[str], rows: Iterable[Iterable[object]], caption: str
     (console if console.is_terminal else Console(width=PLAIN_WIDTH)).print(table)
 
 
-def conclude(name: str, output: Path | None, info: Found, result: Found, checks: list[Check]) -> int:
+def conclude(
+    name: str, output: Path | None, info: Found, result: Found, checks: list[Check]
+) -> int:
     """Prints the checks, writes NAME.json and returns the exit status."""
     table = Table(box=box.SIMPLE_HEAD)
     for heading in ("requirement", "", "found"):

@@ -1,4 +1,6 @@
-"""A pytest plugin for scripts/sanitize: fails before any test if the sanitized kernels are not the ones in use."""
+"""A pytest plugin for scripts/sanitize: fails before any test if the sanitized kernels are not the
+ones in use.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""Small tokenizers of each kind of decoder that published checkpoints have, with words, spaces, bytes and special tokens."""
+"""Small tokenizers of each kind of decoder that published checkpoints have, with words, spaces,
+bytes and special tokens.
+"""
 
 from pathlib import Path
 
@@ -19,7 +21,9 @@ def _pieces(first: tuple[str, ...]) -> dict[str, int]:
 def _byte_level() -> Tokenizer:
     words = ["ab", "Ġa", "Ġab", "cd", "ĠĠ", "Ã©"]
     names = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *words]
-    tokenizer = Tokenizer(models.BPE({name: id for id, name in enumerate(dict.fromkeys(names))}, []))
+    tokenizer = Tokenizer(
+        models.BPE({name: id for id, name in enumerate(dict.fromkeys(names))}, [])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
@@ -33,11 +37,15 @@ def _metaspace(scheme: str) -> Tokenizer:
 
 
 def _byte_fallback(strips: bool) -> Tokenizer:
-    """As in checkpoints of llama and mistral, which begin a text with a space that the decoder strips, or in those of Gemma."""
+    """As in checkpoints of llama and mistral, which begin a text with a space that the decoder
+    strips, or in those of Gemma.
+    """
     vocabulary = _pieces((*SPECIAL, "<unk>"))
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
     spaces = normalizers.Replace(" ", "▁")
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces] if strips else [spaces])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), spaces] if strips else [spaces]
+    )
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if strips else parts)
     return tokenizer

@@ -1,8 +1,9 @@
-"""Schemas of tools as libraries publish them: pydantic 2, zod 4, MCP servers, Java (victools, Spring AI,
-LangChain4j, swagger) and .NET (System.Text.Json's exporter, NJsonSchema, Microsoft.Extensions.AI).
+"""Schemas of tools as libraries publish them: pydantic 2, zod 4, MCP servers, Java (victools,
+Spring AI, LangChain4j, swagger) and .NET (System.Text.Json's exporter, NJsonSchema,
+Microsoft.Extensions.AI).
 
-Each library is a table of the fields that its types become, and a function that wraps fields into the
-parameters of a tool as that library does. What matters are the combinations of keywords.
+Each library is a table of the fields that its types become, and a function that wraps fields into
+the parameters of a tool as that library does. What matters are the combinations of keywords.
 """
 
 import contextlib
@@ -70,7 +71,9 @@ PYDANTIC: dict[str, Node] = {
     "literals": {"enum": ["a", "b", 3], "title": "Mode"},
     "str_pattern": {"type": "string", "pattern": "^[a-z]{2,4}$", "maxLength": 8},
     "look_ahead": {"type": "string", "pattern": "^(?=.*[0-9])[a-z0-9]{4,8}$"},
-    "decimal": {"anyOf": [NUMBER, {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}]},
+    "decimal": {
+        "anyOf": [NUMBER, {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}]
+    },
     "uuid": {"type": "string", "format": "uuid"},
     "datetime": {"type": "string", "format": "date-time"},
     "date": {"type": "string", "format": "date"},
@@ -190,7 +193,9 @@ ZOD: dict[str, Node] = {
     "nullable": {"anyOf": [STRING, NULL]},
     "nullish_enum": {"anyOf": [{"type": "string", "enum": ["a"]}, NULL]},
     "union": {"anyOf": [STRING, NUMBER, {"type": "boolean"}]},
-    "discriminated": {"oneOf": [_cat("a") | {"required": ["kind"]}, _cat("b") | {"required": ["kind"]}]},
+    "discriminated": {
+        "oneOf": [_cat("a") | {"required": ["kind"]}, _cat("b") | {"required": ["kind"]}]
+    },
     "intersection": {"allOf": [POINT, {"type": "object", "properties": {"z": NUMBER}}]},
     "strict_intersection": {
         "allOf": [
@@ -544,7 +549,8 @@ WHOLE: dict[str, Node] = {
     "root-union": {"anyOf": [POINT, {"type": "object", "properties": {"name": STRING}}]},
     "root-tagged": {"type": "object", "oneOf": [_cat("a"), _cat("b")]},
     "root-ref": {"$ref": "#/$defs/Point", "$defs": {"Point": POINT}},
-    "root-self": _tree("x") | {"properties": {"children": {"type": "array", "items": {"$ref": "#"}}}},
+    "root-self": _tree("x")
+    | {"properties": {"children": {"type": "array", "items": {"$ref": "#"}}}},
 }
 """Parameters whose root is the point."""
 
@@ -617,7 +623,9 @@ def _is_multiple(validator: Any, of: Any, value: Any, schema: Any) -> Iterator[A
 
 
 def _with_prefix_items(node: Any) -> Any:
-    """A schema whose tuples are all written as the draft of 2020 has them: one may mix both ways."""
+    """A schema whose tuples are all written as the draft of 2020 has them: one may mix both
+    ways.
+    """
     if isinstance(node, list):
         return [_with_prefix_items(item) for item in node]
     if not isinstance(node, dict):
@@ -636,6 +644,8 @@ def fault(arguments: Any, schema: Node) -> str:
     draft_4 = '"exclusiveMinimum": true' in text or '"exclusiveMaximum": false' in text
     validator = jsonschema.Draft4Validator if draft_4 else jsonschema.Draft202012Validator
     text = text.replace('"required": true', '"x": 0')
-    checked = jsonschema.validators.extend(validator, {"pattern": _matches, "multipleOf": _is_multiple})
+    checked = jsonschema.validators.extend(
+        validator, {"pattern": _matches, "multipleOf": _is_multiple}
+    )
     errors = checked(json.loads(text)).iter_errors(arguments)
     return next((f"{error.message} at {error.json_path}"[:300] for error in errors), "")

@@ -1,7 +1,9 @@
-"""HTTP/1.1 responses and server-sent events, parsed strictly from bytes as they arrive; and a blocking reader of a socket.
+"""HTTP/1.1 responses and server-sent events, parsed strictly from bytes as they arrive; and a
+blocking reader of a socket.
 
-Invariant: nothing is repaired. A response that the server must not send, or a line that no event of the server has, raises ValueError;
-a connection that ends within a response or an event raises EOFError. It imports nothing of the server, and knows neither dialect.
+Invariant: nothing is repaired. A response that the server must not send, or a line that no event of
+the server has, raises ValueError; a connection that ends within a response or an event raises
+EOFError. It imports nothing of the server, and knows neither dialect.
 """
 
 import json
@@ -20,10 +22,22 @@ RECEIVED_AT_ONCE = 2**16
 Headers = list[tuple[str, str]]
 
 
-def http_request(method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, close: bool = True) -> bytes:
-    """The bytes of a request, with `body` as JSON unless it is None; with `close`, the only one of its connection."""
+def http_request(
+    method: str,
+    path: str,
+    body: Any = None,
+    headers: dict[str, str] | None = None,
+    close: bool = True,
+) -> bytes:
+    """The bytes of a request, with `body` as JSON unless it is None; with `close`, the only one of
+    its connection.
+    """
     data = b"" if body is None else json.dumps(body).encode()
-    lines = [f"{method} {path} HTTP/1.1", "host: 127.0.0.1", *(["connection: close"] if close else [])]
+    lines = [
+        f"{method} {path} HTTP/1.1",
+        "host: 127.0.0.1",
+        *(["connection: close"] if close else []),
+    ]
     lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
     if body is not None:
         lines += ["content-type: application/json", f"content-length: {len(data)}"]
@@ -57,7 +71,9 @@ class ResponseParser:
         return ", ".join(values) if values else None
 
     def feed(self, data: bytes) -> None:
-        """Takes more bytes; none means that the connection has ended, which raises EOFError within a response."""
+        """Takes more bytes; none means that the connection has ended, which raises EOFError within
+        a response.
+        """
         self.rest += data
         self._ended = self._ended or not data
         next(self._steps, None)
@@ -91,10 +107,16 @@ class ResponseParser:
         yield from self._await(lambda: b"\r\n\r\n" in self.rest)
         head, _, self.rest = self.rest.partition(b"\r\n\r\n")
         first, *lines = head.decode("latin-1").split("\r\n")
-        status, pairs = STATUS_LINE.fullmatch(first), [HEADER_LINE.fullmatch(line) for line in lines]
+        status, pairs = (
+            STATUS_LINE.fullmatch(first),
+            [HEADER_LINE.fullmatch(line) for line in lines],
+        )
         if status is None or not all(pairs):
             raise ValueError(f"no HTTP: {first!r} {lines!r}")
-        self.status, self.headers = int(status[1]), [(pair[1].lower(), pair[2]) for pair in pairs if pair is not None]
+        self.status, self.headers = (
+            int(status[1]),
+            [(pair[1].lower(), pair[2]) for pair in pairs if pair is not None],
+        )
 
     def _chunks(self) -> Iterator[None]:
         size = 1
@@ -160,7 +182,11 @@ def parse_event(block: str) -> Event:
     fields: dict[str, str] = {}
     for line in block.split("\n"):
         name, colon, value = line.partition(":")
-        if not colon or name not in ("", *FIELDS) or (name and (name in fields or value[:1] != " ")):
+        if (
+            not colon
+            or name not in ("", *FIELDS)
+            or (name and (name in fields or value[:1] != " "))
+        ):
             raise ValueError(f"not a line of an event: {line[:80]!r}")
         fields[name] = value[1:]
     return Event(fields.get("data"), fields.get("id"), fields.get("event"), fields.get(""))
@@ -196,7 +222,11 @@ class Response:
         wire.rest = b""
         while not self._parser.has_head:
             self._parser.feed(wire.receive())
-        self.status, self.headers, self.interim = self._parser.status, self._parser.headers, self._parser.interim
+        self.status, self.headers, self.interim = (
+            self._parser.status,
+            self._parser.headers,
+            self._parser.interim,
+        )
         self._release()
 
     def header(self, name: str) -> str | None:

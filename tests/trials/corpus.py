@@ -1,8 +1,9 @@
 """The requests of the recorded corpus, as data: what is sent to which server, in which order.
 
-Invariant: every answer is determined by the table. Sampling is greedy, seeded, or limited to one token (`top_k` 1, for `best_of`,
-which takes no seed), and the requests of a server are sent one after another. The table knows HTTP and the documented fields of the
-API; it knows no module of the server and nothing of how answers are compared.
+Invariant: every answer is determined by the table. Sampling is greedy, seeded, or limited to one
+token (`top_k` 1, for `best_of`, which takes no seed), and the requests of a server are sent one
+after another. The table knows HTTP and the documented fields of the API; it knows no module of the
+server and nothing of how answers are compared.
 """
 
 import hashlib
@@ -13,9 +14,12 @@ from typing import Any
 
 KEY, OTHER_KEY, METRICS_KEY = "corpus-key", "corpus-other-key", "corpus-metrics-key"
 JSON_HEADERS = ("content-type: application/json",)
-BEARER, OTHER_BEARER, METRICS_BEARER = (f"authorization: Bearer {key}" for key in (KEY, OTHER_KEY, METRICS_KEY))
+BEARER, OTHER_BEARER, METRICS_BEARER = (
+    f"authorization: Bearer {key}" for key in (KEY, OTHER_KEY, METRICS_KEY)
+)
 CHAT_TEMPLATE = (
-    "{% for message in messages %}# {{ message.role }}: {{ message.content }}{{ '\\n' }}{% endfor %}"
+    "{% for message in messages %}# {{ message.role }}: {{ message.content }}{{ '\\n' }}{% endfor "
+    "%}"
     "{% if add_generation_prompt %}# assistant:{% endif %}"
 )
 Fields = dict[str, Any]
@@ -23,12 +27,15 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """One request. `request` may hold `{NAME}` for the id of the resumable stream that an earlier row `saves` as NAME.
+    """One request. `request` may hold `{NAME}` for the id of the resumable stream that an earlier
+    row `saves` as NAME.
 
-    `responses`: how many answers to read from the connection. `first_event`: read only the first event, and close. `ends`: record
-    only the last event, and `head`: only status and headers, where timing decides what comes before or at all. `during`: stream
-    requests that stay open while this row is answered. `settle`: wait until the server takes requests again. `until`: ask again
-    until the status is this one. `metrics` and `openapi` name the comparison of the body, where it is not made byte by byte.
+    `responses`: how many answers to read from the connection. `first_event`: read only the first
+    event, and close. `ends`: record only the last event, and `head`: only status and headers, where
+    timing decides what comes before or at all. `during`: stream requests that stay open while this
+    row is answered. `settle`: wait until the server takes requests again. `until`: ask again until
+    the status is this one. `metrics` and `openapi` name the comparison of the body, where it is not
+    made byte by byte.
     """
 
     name: str
@@ -49,8 +56,8 @@ class Row:
 class Server:
     """A server and its requests.
 
-    `chat`: it serves the embedded model with a chat template added. `draining`: requests that are sent after SIGTERM. `bearer`: the
-    header with a key that it takes, if it needs one.
+    `chat`: it serves the embedded model with a chat template added. `draining`: requests that are
+    sent after SIGTERM. `bearer`: the header with a key that it takes, if it needs one.
     """
 
     name: str
@@ -61,9 +68,17 @@ class Server:
     bearer: str = ""
 
 
-def http(method: str, path: str, body: Any = None, headers: tuple[str, ...] = JSON_HEADERS) -> bytes:
+def http(
+    method: str, path: str, body: Any = None, headers: tuple[str, ...] = JSON_HEADERS
+) -> bytes:
     """The bytes of a request. A body that is no text and no bytes is sent as JSON."""
-    data = body if isinstance(body, bytes) else body.encode() if isinstance(body, str) else json.dumps(body).encode()
+    data = (
+        body
+        if isinstance(body, bytes)
+        else body.encode()
+        if isinstance(body, str)
+        else json.dumps(body).encode()
+    )
     lines = [f"{method} {path} HTTP/1.1", "host: localhost", *headers]
     if body is not None:
         lines.append(f"content-length: {len(data)}")
@@ -71,7 +86,9 @@ def http(method: str, path: str, body: Any = None, headers: tuple[str, ...] = JS
 
 
 def post(name: str, path: str, body: Any, *headers: str, **options: Any) -> Row:
-    return Row(f"POST {path} {name}", http("POST", path, body, (*JSON_HEADERS, *headers)), **options)
+    return Row(
+        f"POST {path} {name}", http("POST", path, body, (*JSON_HEADERS, *headers)), **options
+    )
 
 
 def bare(name: str, method: str, path: str, *headers: str, **options: Any) -> Row:
@@ -92,7 +109,8 @@ POINT = {
     "additionalProperties": False,
 }
 
-# Sampling fields that every generating route but /infill has. Temperature is set to 0.8 where a row gives a seed.
+# Sampling fields that every generating route but /infill has. Temperature is set to 0.8 where a row
+# gives a seed.
 SAMPLING: dict[str, Fields] = {
     "greedy": {},
     "seed": {"seed": 7},
@@ -109,7 +127,14 @@ SAMPLING: dict[str, Fields] = {
     "stop_token_ids": {"stop_token_ids": [18, 225]},
     "ignore_eos": {"ignore_eos": True, "logit_bias": {"0": 20}},
     "ends at once": {"logit_bias": {"0": 100}},
-    "all of them": {"top_k": 40, "top_p": 0.9, "min_p": 0.02, "typical_p": 0.95, "repetition_penalty": 1.1, "seed": 8},
+    "all of them": {
+        "top_k": 40,
+        "top_p": 0.9,
+        "min_p": 0.02,
+        "typical_p": 0.95,
+        "repetition_penalty": 1.1,
+        "seed": 8,
+    },
 }
 STOPS: dict[str, Fields] = {
     "stop": {"stop": ["self.", "#\n# -"]},
@@ -127,7 +152,10 @@ TGI: dict[str, Fields] = {
     "regex": {"grammar": {"type": "regex", "value": "[a-c]{3,6}-[0-9]+"}},
     "JSON schema": {"grammar": {"type": "json", "value": POINT}},
     "any JSON": {"grammar": {"type": "json_object"}, "logit_bias": {"93": 5}},
-    "wrapped schema": {"grammar": {"type": "json_schema", "value": {"name": "point", "schema": POINT}}, "seed": 10},
+    "wrapped schema": {
+        "grammar": {"type": "json_schema", "value": {"name": "point", "schema": POINT}},
+        "seed": 10,
+    },
     "watermark": {"watermark": False},
     "no details": {"details": False},
 }
@@ -146,7 +174,11 @@ OPENAI: dict[str, Fields] = {
     **SAMPLING,
     **STOPS,
     "stop as a text": {"stop": "self", "include_stop_str_in_output": True},
-    "stop token kept": {"stop_token_ids": [18, 225], "include_stop_str_in_output": True, "skip_special_tokens": False},
+    "stop token kept": {
+        "stop_token_ids": [18, 225],
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+    },
     "special tokens": {"skip_special_tokens": False, "logit_bias": {"0": 100}},
     "bad_words": {"bad_words": ["self", "def"]},
     "n": {"n": 3, "seed": 11},
@@ -154,9 +186,20 @@ OPENAI: dict[str, Fields] = {
     "prompt_logprobs": {"prompt_logprobs": 2},
     "truncated": {"truncate_prompt_tokens": 4},
     "request_id": {"request_id": "my-own-id_1"},
-    "harmless": {"user": "a", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "use_beam_search": False},
+    "harmless": {
+        "user": "a",
+        "metadata": {"a": "b"},
+        "store": False,
+        "service_tier": "auto",
+        "use_beam_search": False,
+    },
     "priority and salt": {"priority": -3, "cache_salt": "salt", "timeout_s": 600},
-    "JSON schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "point", "schema": POINT, "strict": True}}},
+    "JSON schema": {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "point", "schema": POINT, "strict": True},
+        }
+    },
     "JSON object": {"response_format": {"type": "json_object", "schema": POINT}},
     "text format": {"response_format": {"type": "text"}},
     "regex": {"structured_outputs": {"regex": "(yes|no), [0-9]{2}"}},
@@ -167,7 +210,11 @@ OPENAI: dict[str, Fields] = {
 COMPLETION: dict[str, Fields] = {
     "logprobs": {"logprobs": 3},
     "logprobs of 0": {"logprobs": 0, "seed": 12},
-    "named logprobs": {"logprobs": 1, "logprob_token_ids": [1, 2, 3], "return_tokens_as_token_ids": True},
+    "named logprobs": {
+        "logprobs": 1,
+        "logprob_token_ids": [1, 2, 3],
+        "return_tokens_as_token_ids": True,
+    },
     "echo": {"echo": True},
     "echo and logprobs": {"echo": True, "logprobs": 2},
     "echo alone": {"echo": True, "max_tokens": 0, "logprobs": 1},
@@ -193,32 +240,69 @@ CHATTING: dict[str, Fields] = {
     "conversation": {
         "messages": [
             {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": [{"type": "text", "text": "One "}, {"type": "text", "text": "two"}]},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "One "}, {"type": "text", "text": "two"}],
+            },
             {"role": "assistant", "content": "Three.", "name": "x"},
             {"role": "user", "content": "<|endoftext|> Four?"},
         ]
     },
-    "no tools": {"tools": [], "tool_choice": "none", "parallel_tool_calls": False, "modalities": ["text"]},
+    "no tools": {
+        "tools": [],
+        "tool_choice": "none",
+        "parallel_tool_calls": False,
+        "modalities": ["text"],
+    },
 }
 INFILLING: dict[str, Fields] = {
     "greedy": {"temperature": 0},
     "seed": {"seed": 1},
     "samplers": {"seed": 2, "samplers": ["top_k", "temperature"], "top_k": 3},
-    "extra files": {"temperature": 0, "input_extra": [{"filename": "a.py", "text": "import os\n", "time": 1}, {"text": "b = 1\n"}]},
+    "extra files": {
+        "temperature": 0,
+        "input_extra": [
+            {"filename": "a.py", "text": "import os\n", "time": 1},
+            {"text": "b = 1\n"},
+        ],
+    },
     "prompt": {"temperature": 0, "prompt": "    result = ad"},
     "no healing": {"temperature": 0, "token_healing": False},
     "n_indent": {"temperature": 0, "n_indent": 4, "n_predict": 40},
     "stop": {"temperature": 0, "stop": ["\n"]},
-    "penalties": {"temperature": 0, "repeat_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.5},
-    "response_fields": {"temperature": 0, "response_fields": ["content", "stop_type", "timings/predicted_n", "missing/field"]},
-    "editors": {"temperature": 0, "cache_prompt": False, "model": "any", "id_slot": 0, "t_max_prompt_ms": 500, "t_max_predict_ms": 60000},
+    "penalties": {
+        "temperature": 0,
+        "repeat_penalty": 1.2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+    },
+    "response_fields": {
+        "temperature": 0,
+        "response_fields": ["content", "stop_type", "timings/predicted_n", "missing/field"],
+    },
+    "editors": {
+        "temperature": 0,
+        "cache_prompt": False,
+        "model": "any",
+        "id_slot": 0,
+        "t_max_prompt_ms": 500,
+        "t_max_predict_ms": 60000,
+    },
 }
 
 
 def fields_of(given: Fields, name: str) -> Fields:
-    """A row's fields with a limit of tokens called `name`, and the temperature that fits its seed."""
+    """A row's fields with a limit of tokens called `name`, and the temperature that fits its
+    seed.
+    """
     limit = 40 if {"grammar", "response_format", "structured_outputs"} & given.keys() else 12
-    temperature = {"temperature": 0.8} if "seed" in given else {} if name == "max_new_tokens" else {"temperature": 0}
+    temperature = (
+        {"temperature": 0.8}
+        if "seed" in given
+        else {}
+        if name == "max_new_tokens"
+        else {"temperature": 0}
+    )
     return {name: limit} | temperature | given
 
 
@@ -236,7 +320,17 @@ def generating() -> Iterator[Row]:
     for name, given in AT_ROOT.items():
         yield post(name, ROOT, tgi(given))
         yield post(f"{name}, stream", ROOT, {**tgi(given), "stream": True})
-    yield post("stream true", GENERATE, {**tgi({}), "stream": True, "options": {"use_cache": False}, "use_cache": True, "model": "any"})
+    yield post(
+        "stream true",
+        GENERATE,
+        {
+            **tgi({}),
+            "stream": True,
+            "options": {"use_cache": False},
+            "use_cache": True,
+            "model": "any",
+        },
+    )
     yield post("unicode", GENERATE, tgi({"top_n_tokens": 5, "max_new_tokens": 24}, UNICODE))
     yield post("unicode, stream", EVENTS, tgi({"max_new_tokens": 24}, UNICODE))
     usage = {"include_usage": True}
@@ -251,12 +345,30 @@ def generating() -> Iterator[Row]:
     for route, start in ((COMPLETIONS, {"prompt": PROMPT}), (CHAT, {"messages": MESSAGES})):
         body = fields_of(start, "max_tokens") | {"stream": True}
         yield post("usage", route, body | {"stream_options": usage})
-        yield post("continuous usage", route, body | {"stream_options": usage | {"continuous_usage_stats": True}})
+        yield post(
+            "continuous usage",
+            route,
+            body | {"stream_options": usage | {"continuous_usage_stats": True}},
+        )
     yield post(
-        "best_of", COMPLETIONS, {"prompt": PROMPT, "n": 2, "best_of": 4, "max_tokens": 8, "seed": 5, "temperature": 1, "logprobs": 1}
+        "best_of",
+        COMPLETIONS,
+        {
+            "prompt": PROMPT,
+            "n": 2,
+            "best_of": 4,
+            "max_tokens": 8,
+            "seed": 5,
+            "temperature": 1,
+            "logprobs": 1,
+        },
     )
     for name, given in INFILLING.items():
-        body = {"input_prefix": "def add(a, b):\n", "input_suffix": "\n    return a\n", "n_predict": 16} | given
+        body = {
+            "input_prefix": "def add(a, b):\n",
+            "input_suffix": "\n    return a\n",
+            "n_predict": 16,
+        } | given
         yield post(name, INFILL, body)
         yield post(f"{name}, stream", INFILL, body | {"stream": True})
 
@@ -290,7 +402,15 @@ def reading() -> Iterator[Row]:
     for path in ("/live", "/ready", "/health", "/ping", "/version", "/plan", "/metrics"):
         yield bare("", "GET", path, metrics=path == "/metrics")
         yield bare("", "HEAD", path, metrics=path == "/metrics")
-    for path in ("/info", "/docs", "/v1/models", "/v1/models/", "/v1/models/embedded", "/v1/models/a%2Fb", "/v1/models/gpt-4"):
+    for path in (
+        "/info",
+        "/docs",
+        "/v1/models",
+        "/v1/models/",
+        "/v1/models/embedded",
+        "/v1/models/a%2Fb",
+        "/v1/models/gpt-4",
+    ):
         yield bare("", "GET", path)
     yield bare("", "GET", "/openapi.json", openapi=True)
     static = "/static-offline-docs/swagger-ui"
@@ -312,21 +432,53 @@ def resuming() -> Iterator[Row]:
     long = {"max_new_tokens": 60, "ignore_eos": True}
     yield post("resumable", EVENTS, {**tgi(long), "resumable": True}, saves="whole")
     path = "/v1/streams/{whole}"
-    for query in ("", "?after=0", "?after=57", "?after=60", "?after=61", "?after=x", "?after=1&after=2"):
+    for query in (
+        "",
+        "?after=0",
+        "?after=57",
+        "?after=60",
+        "?after=61",
+        "?after=x",
+        "?after=1&after=2",
+    ):
         yield bare("ended", "GET", path + query)
     for number in ("{whole}.0", "{whole}.58", "{whole}.60", "{whole}.99", "another.1", "nonsense"):
         yield bare(f"last-event-id {number}", "GET", path, f"last-event-id: {number}")
-    yield post("resumable, left", GENERATE, {**tgi(long), "stream": True}, header, saves="left", first_event=True)
+    yield post(
+        "resumable, left",
+        GENERATE,
+        {**tgi(long), "stream": True},
+        header,
+        saves="left",
+        first_event=True,
+    )
     yield bare("still running", "GET", "/v1/streams/{left}?after=1")
     yield bare("when ended", "DELETE", "/v1/streams/{left}")
-    for name, route, start in (("completion", COMPLETIONS, {"prompt": PROMPT}), ("chat", CHAT, {"messages": MESSAGES})):
+    for name, route, start in (
+        ("completion", COMPLETIONS, {"prompt": PROMPT}),
+        ("chat", CHAT, {"messages": MESSAGES}),
+    ):
         body = fields_of(start, "max_tokens") | {"stream": True, "max_tokens": 8}
         yield post("resumable", route, body | {"resumable": True}, saves=name)
         yield bare(name, "GET", f"/v1/streams/{{{name}}}?after=3")
-    yield post("resumable", INFILL, {"input_prefix": "a", "input_suffix": "b", "temperature": 0, "n_predict": 4, "stream": True}, header)
+    yield post(
+        "resumable",
+        INFILL,
+        {
+            "input_prefix": "a",
+            "input_suffix": "b",
+            "temperature": 0,
+            "n_predict": 4,
+            "stream": True,
+        },
+        header,
+    )
     endless: dict[str, tuple[str, Fields]] = {
         "cut-tgi": (EVENTS, tgi({"max_new_tokens": 3500, "ignore_eos": True})),
-        "cut-openai": (COMPLETIONS, {"prompt": PROMPT, "temperature": 0, "max_tokens": 3500, "ignore_eos": True}),
+        "cut-openai": (
+            COMPLETIONS,
+            {"prompt": PROMPT, "temperature": 0, "max_tokens": 3500, "ignore_eos": True},
+        ),
     }
     for name, (route, start) in endless.items():
         body = {**start, "stream": True, "resumable": True}

@@ -1,7 +1,9 @@
-"""The second half of the recorded corpus: requests that are refused, broken HTTP, and the three servers with their options.
+"""The second half of the recorded corpus: requests that are refused, broken HTTP, and the three
+servers with their options.
 
-Invariant: as in `corpus`, every answer is determined by the table. Where a refusal depends on load, a stream that is held open makes
-the load. This table knows HTTP and the documented bounds of fields; it knows no module of the server.
+Invariant: as in `corpus`, every answer is determined by the table. Where a refusal depends on load,
+a stream that is held open makes the load. This table knows HTTP and the documented bounds of
+fields; it knows no module of the server.
 """
 
 from collections.abc import Iterator
@@ -77,7 +79,10 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("prompt_logprobs", -1),
     ("stream_options", {"include_usage": True}),
     ("response_format", {"type": "json_schema"}),
-    ("response_format", {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#/missing"}}}),
+    (
+        "response_format",
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#/missing"}}},
+    ),
     ("structured_outputs", {}),
     ("structured_outputs", {"regex": "a", "choice": ["b"]}),
     ("structured_outputs", {"grammar": "start: ("}),
@@ -126,18 +131,38 @@ MEDIA: dict[str, tuple[str, ...]] = {
     "identity": (*JSON_HEADERS, "content-encoding: identity"),
 }
 WRONG_METHODS: list[tuple[str, str]] = [
-    *((method, path) for path in (GENERATE, ROOT, COMPLETIONS, INFILL) for method in ("GET", "PUT", "OPTIONS", "HEAD")),
+    *(
+        (method, path)
+        for path in (GENERATE, ROOT, COMPLETIONS, INFILL)
+        for method in ("GET", "PUT", "OPTIONS", "HEAD")
+    ),
     *(("GET", path) for path in (EVENTS, CHAT, "/tokenize", "/detokenize")),
-    *((method, path) for path in ("/ready", "/metrics", "/info", "/v1/models", "/docs") for method in ("POST", "DELETE", "OPTIONS")),
+    *(
+        (method, path)
+        for path in ("/ready", "/metrics", "/info", "/v1/models", "/docs")
+        for method in ("POST", "DELETE", "OPTIONS")
+    ),
 ]
-UNKNOWN_ROUTES = ["/nothing", "/v1/nothing", "/v1", "/generate/", "/v2/generate", "//generate", "/v1/../health", "/live%0a", "/Live"]
+UNKNOWN_ROUTES = [
+    "/nothing",
+    "/v1/nothing",
+    "/v1",
+    "/generate/",
+    "/v2/generate",
+    "//generate",
+    "/v1/../health",
+    "/live%0a",
+    "/Live",
+]
 LINE = "POST /generate HTTP/1.1\r\nhost: localhost\r\n"
 FRAMED = f"content-type: application/json\r\ncontent-length: {len(GOOD)}\r\n\r\n{GOOD}"
 CHUNKED = "content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
 LAST = "connection: close\r\n"
 # Broken or unusual HTTP, as it goes over the socket.
 RAW: dict[str, str | bytes] = {
-    "chunks": LINE + CHUNKED + f"5\r\n{GOOD[:5]}\r\n{len(GOOD) - 5:x};ext=1\r\n{GOOD[5:]}\r\n0\r\n\r\n",
+    "chunks": LINE
+    + CHUNKED
+    + f"5\r\n{GOOD[:5]}\r\n{len(GOOD) - 5:x};ext=1\r\n{GOOD[5:]}\r\n0\r\n\r\n",
     "trailers": LINE + CHUNKED + f"{len(GOOD):x}\r\n{GOOD}\r\n0\r\nx-trailer: 1\r\n\r\n",
     "a chunk's size that is none": LINE + CHUNKED + "zz\r\nabc\r\n0\r\n\r\n",
     "no host": LINE.replace("host: localhost\r\n", "") + FRAMED,
@@ -158,7 +183,9 @@ RAW: dict[str, str | bytes] = {
     "a head above the limit": LINE + f"x-a: {'b' * 40_000}\r\n" + FRAMED,
     "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(40),
     "HTTP/2": "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    "an offer of HTTP/2": LINE + "upgrade: h2c\r\nconnection: upgrade, http2-settings\r\nhttp2-settings: AAMAAABkAARAAAAA\r\n" + FRAMED,
+    "an offer of HTTP/2": LINE
+    + "upgrade: h2c\r\nconnection: upgrade, http2-settings\r\nhttp2-settings: AAMAAABkAARAAAAA\r\n"
+    + FRAMED,
     "CONNECT": "CONNECT x:443 HTTP/1.1\r\nhost: localhost\r\n\r\n",
     "HTTP/1.0": "GET /live HTTP/1.0\r\n\r\n",
     "HTTP/3.0": "GET /live HTTP/3.0\r\nhost: localhost\r\n\r\n",
@@ -172,11 +199,16 @@ RAW: dict[str, str | bytes] = {
 
 
 def dialects(fields: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(route, body) with the same fields in each dialect, below a limit of tokens that a field may replace."""
+    """(route, body) with the same fields in each dialect, below a limit of tokens that a field may
+    replace.
+    """
     yield GENERATE, {"inputs": "a b", "parameters": {"max_new_tokens": 4} | fields}
     yield COMPLETIONS, {"prompt": "a b", "max_tokens": 4, "temperature": 0} | fields
     yield CHAT, {"messages": MESSAGES, "max_tokens": 4, "temperature": 0} | fields
-    yield INFILL, {"input_prefix": "a", "input_suffix": "b", "n_predict": 4, "temperature": 0} | fields
+    yield (
+        INFILL,
+        {"input_prefix": "a", "input_suffix": "b", "n_predict": 4, "temperature": 0} | fields,
+    )
 
 
 # Refusals of one route each: (name, route, body).
@@ -185,13 +217,21 @@ SINGLE: list[tuple[str, str, Any]] = [
     ("best_of, stream", EVENTS, {"inputs": "a", "parameters": {"best_of": 2, "do_sample": True}}),
     ("prefill, stream", EVENTS, {"inputs": "a", "parameters": {"decoder_input_details": True}}),
     ("best_of, greedy", GENERATE, {"inputs": "a", "parameters": {"best_of": 2}}),
-    ("best_of, seed", GENERATE, {"inputs": "a", "parameters": {"best_of": 2, "do_sample": True, "seed": 1}}),
+    (
+        "best_of, seed",
+        GENERATE,
+        {"inputs": "a", "parameters": {"best_of": 2, "do_sample": True, "seed": 1}},
+    ),
     ("no inputs", GENERATE, {"parameters": {}}),
     ("empty inputs", GENERATE, {"inputs": ""}),
     ("inputs of another type", GENERATE, {"inputs": ["a"]}),
     ("parameters of another type", GENERATE, {"inputs": "a", "parameters": []}),
     ("a field too high up", GENERATE, {"inputs": "a", "max_new_tokens": 4}),
-    ("healing and grammar", GENERATE, {"inputs": "a", "parameters": {"token_healing": True, "grammar": {"type": "json_object"}}}),
+    (
+        "healing and grammar",
+        GENERATE,
+        {"inputs": "a", "parameters": {"token_healing": True, "grammar": {"type": "json_object"}}},
+    ),
     ("too long", GENERATE, {"inputs": "a b " * 4000}),
     ("best_of below n", COMPLETIONS, {"prompt": "a", "n": 3, "best_of": 2}),
     ("too many sequences", COMPLETIONS, {"prompt": ["a"] * 100, "n": 100}),
@@ -204,18 +244,42 @@ SINGLE: list[tuple[str, str, Any]] = [
     ("echo and suffix", COMPLETIONS, {"prompt": "a", "suffix": "b", "echo": True}),
     ("ids and healing", COMPLETIONS, {"prompt": [1], "token_healing": True}),
     ("best_of, stream", COMPLETIONS, {"prompt": "a", "best_of": 2, "stream": True}),
-    ("two constraints", COMPLETIONS, {"prompt": "a", "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}),
-    ("grammar and ids", COMPLETIONS, {"prompt": "a", "structured_outputs": {"regex": "a"}, "allowed_token_ids": [1]}),
+    (
+        "two constraints",
+        COMPLETIONS,
+        {
+            "prompt": "a",
+            "response_format": {"type": "json_object"},
+            "structured_outputs": {"regex": "a"},
+        },
+    ),
+    (
+        "grammar and ids",
+        COMPLETIONS,
+        {"prompt": "a", "structured_outputs": {"regex": "a"}, "allowed_token_ids": [1]},
+    ),
     ("named ids without logprobs", COMPLETIONS, {"prompt": "a", "logprob_token_ids": [1]}),
     ("too long", COMPLETIONS, {"prompt": "a b " * 4000}),
     ("no messages", CHAT, {"messages": []}),
     ("a role", CHAT, {"messages": [{"role": "wizard", "content": "a"}]}),
-    ("an image", CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}),
+    (
+        "an image",
+        CHAT,
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+            ]
+        },
+    ),
     ("no content", CHAT, {"messages": [{"role": "user"}]}),
     ("two limits", CHAT, {"messages": MESSAGES, "max_tokens": 1, "max_completion_tokens": 2}),
     ("top_logprobs alone", CHAT, {"messages": MESSAGES, "top_logprobs": 2}),
     ("no suffix", INFILL, {"input_prefix": "a"}),
-    ("an extra file without text", INFILL, {"input_prefix": "a", "input_suffix": "b", "input_extra": [{"filename": "a"}]}),
+    (
+        "an extra file without text",
+        INFILL,
+        {"input_prefix": "a", "input_suffix": "b", "input_extra": [{"filename": "a"}]},
+    ),
     ("unknown samplers", INFILL, {"input_prefix": "a", "input_suffix": "b", "samplers": ["dry"]}),
 ]
 
@@ -235,7 +299,11 @@ def refused() -> Iterator[Row]:
         yield post("unknown route", path, GOOD)
     for name, raw in RAW.items():
         yield Row(f"raw {name}", raw if isinstance(raw, bytes) else raw.encode("latin-1"))
-    yield Row("raw pipelined", (LINE + FRAMED + "GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n").encode() * 2, responses=4)
+    yield Row(
+        "raw pipelined",
+        (LINE + FRAMED + "GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n").encode() * 2,
+        responses=4,
+    )
     yield Row("raw pipelined garbage", (LINE + FRAMED + "nonsense\r\n\r\n").encode())
 
 
@@ -252,9 +320,24 @@ def refused_bodies() -> Iterator[Row]:
     yield post("too large", GENERATE, '{"inputs": "' + "a" * (2 * 2**20) + '"}')
 
 
-HOLD = post("held open", EVENTS, {"inputs": "a", "parameters": {"max_new_tokens": 3900, "ignore_eos": True}}, BEARER)
+HOLD = post(
+    "held open",
+    EVENTS,
+    {"inputs": "a", "parameters": {"max_new_tokens": 3900, "ignore_eos": True}},
+    BEARER,
+)
 HOLD_TWO = post(
-    "two held open", COMPLETIONS, {"prompt": "a", "n": 2, "max_tokens": 3900, "ignore_eos": True, "temperature": 0, "stream": True}, BEARER
+    "two held open",
+    COMPLETIONS,
+    {
+        "prompt": "a",
+        "n": 2,
+        "max_tokens": 3900,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+    },
+    BEARER,
 )
 
 
@@ -275,7 +358,18 @@ def guarded() -> Iterator[Row]:
         yield post(f"key: {name}", COMPLETIONS, GOOD_COMPLETION, *headers)
         yield bare(f"key: {name}", "GET", "/v1/models", *headers)
         yield bare(f"key: {name}", "GET", "/metrics", *headers, metrics=True)
-    for path in ("/live", "/ready", "/info", "/docs", "/openapi.json", "/nothing", "/plan", "/version", "/v1/streams/x", "/live/x"):
+    for path in (
+        "/live",
+        "/ready",
+        "/info",
+        "/docs",
+        "/openapi.json",
+        "/nothing",
+        "/plan",
+        "/version",
+        "/v1/streams/x",
+        "/live/x",
+    ):
         yield bare("without a key", "GET", path)
     yield bare("with a key", "GET", "/openapi.json", BEARER, openapi=True)
     for path in ("/info", "/plan", "/v1/models/second-name", "/nothing"):
@@ -284,15 +378,27 @@ def guarded() -> Iterator[Row]:
     yield post("large body", COMPLETIONS, {"prompt": "a" * 1100}, BEARER)
     chunk = "a" * 600
     body = CHUNKED + f"258\r\n{chunk}\r\n258\r\n{chunk}\r\n0\r\n\r\n"
-    yield Row("large body in chunks", f"POST /generate HTTP/1.1\r\nhost: localhost\r\n{BEARER}\r\n{body}".encode())
-    yield Row("large head", f"GET /live HTTP/1.1\r\nhost: localhost\r\nx-a: {'b' * 40_000}\r\n\r\n".encode())
+    yield Row(
+        "large body in chunks",
+        f"POST /generate HTTP/1.1\r\nhost: localhost\r\n{BEARER}\r\n{body}".encode(),
+    )
+    yield Row(
+        "large head",
+        f"GET /live HTTP/1.1\r\nhost: localhost\r\nx-a: {'b' * 40_000}\r\n\r\n".encode(),
+    )
     yield post("no chat template", CHAT, {"messages": MESSAGES}, BEARER)
     yield post("no chat template", "/tokenize", {"messages": MESSAGES}, BEARER)
-    yield post("stop strings", GENERATE, {"inputs": "a", "parameters": {"stop": ["a"] * 17}}, BEARER)
+    yield post(
+        "stop strings", GENERATE, {"inputs": "a", "parameters": {"stop": ["a"] * 17}}, BEARER
+    )
     yield post("stop strings", COMPLETIONS, {"prompt": "a", "stop": ["a"] * 17}, BEARER)
     yield post("too many at once", COMPLETIONS, {"prompt": "a", "n": 3, "temperature": 0}, BEARER)
     yield post("second name", COMPLETIONS, GOOD_COMPLETION | {"model": "second-name"}, BEARER)
-    stream = {"inputs": "a", "parameters": {"max_new_tokens": 40, "ignore_eos": True}, "resumable": True}
+    stream = {
+        "inputs": "a",
+        "parameters": {"max_new_tokens": 40, "ignore_eos": True},
+        "resumable": True,
+    }
     yield post("resumable", EVENTS, stream, BEARER, saves="own", head=True)
     yield bare("own, from the second event on", "GET", "/v1/streams/{own}?after=1", BEARER)
     yield bare("another's", "GET", "/v1/streams/{own}", OTHER_BEARER)
@@ -301,10 +407,38 @@ def guarded() -> Iterator[Row]:
     for route, fields in dialects({}):
         yield post("while two are open", route, fields, BEARER, during=(HOLD_TWO,), settle=True)
     yield bare("while two are open", "GET", "/ready", during=(HOLD_TWO,), settle=True)
-    yield post("waited too long", GENERATE, {"inputs": "a", "timeout_s": 0.3}, BEARER, during=(HOLD,), settle=True)
-    yield post("waited too long", COMPLETIONS, {"prompt": "a", "timeout_s": 0.3}, BEARER, during=(HOLD,), settle=True)
-    held = post("with a key of its own", EVENTS, {"inputs": "a", "parameters": {"max_new_tokens": 3900}}, BEARER, "idempotency-key: one")
-    yield post("same Idempotency-Key", GENERATE, GOOD, BEARER, "idempotency-key: one", during=(held,), settle=True)
+    yield post(
+        "waited too long",
+        GENERATE,
+        {"inputs": "a", "timeout_s": 0.3},
+        BEARER,
+        during=(HOLD,),
+        settle=True,
+    )
+    yield post(
+        "waited too long",
+        COMPLETIONS,
+        {"prompt": "a", "timeout_s": 0.3},
+        BEARER,
+        during=(HOLD,),
+        settle=True,
+    )
+    held = post(
+        "with a key of its own",
+        EVENTS,
+        {"inputs": "a", "parameters": {"max_new_tokens": 3900}},
+        BEARER,
+        "idempotency-key: one",
+    )
+    yield post(
+        "same Idempotency-Key",
+        GENERATE,
+        GOOD,
+        BEARER,
+        "idempotency-key: one",
+        during=(held,),
+        settle=True,
+    )
     yield bare("at the end", "GET", "/metrics", METRICS_BEARER, metrics=True)
 
 
@@ -321,37 +455,71 @@ def behind_a_proxy() -> Iterator[Row]:
     yield bare("prefix alone", "GET", "/llm")
     yield post("prefix alone", "/llm", GOOD)
     for origin in ("https://page.example", "https://other.example"):
-        preflight = (f"origin: {origin}", "access-control-request-method: POST", "access-control-request-headers: content-type")
+        preflight = (
+            f"origin: {origin}",
+            "access-control-request-method: POST",
+            "access-control-request-headers: content-type",
+        )
         yield bare(f"preflight {origin}", "OPTIONS", GENERATE, *preflight)
         yield post(f"origin {origin}", GENERATE, GOOD, f"origin: {origin}")
         yield post(f"origin {origin}, refused", GENERATE, "{", f"origin: {origin}")
-    yield post("resumable", EVENTS, {"inputs": "a", "parameters": {"max_new_tokens": 3}, "resumable": True}, saves="expired")
+    yield post(
+        "resumable",
+        EVENTS,
+        {"inputs": "a", "parameters": {"max_new_tokens": 3}, "resumable": True},
+        saves="expired",
+    )
     yield bare("expired", "GET", "/v1/streams/{expired}", until=410)
     yield bare("expired", "DELETE", "/v1/streams/{expired}")
     yield Row("a head that never ends", b"GET /live HTTP/1.1\r\nhost: localhost\r\n")
-    yield Row("a body that never ends", (LINE + "content-type: application/json\r\ncontent-length: 50\r\n\r\n{").encode())
+    yield Row(
+        "a body that never ends",
+        (LINE + "content-type: application/json\r\ncontent-length: 50\r\n\r\n{").encode(),
+    )
     yield post("too long for the context", GENERATE, {"inputs": "a b " * 300})
-    yield post("up to the context", GENERATE, {"inputs": "a b " * 70, "parameters": {"details": True, "ignore_eos": True}})
+    yield post(
+        "up to the context",
+        GENERATE,
+        {"inputs": "a b " * 70, "parameters": {"details": True, "ignore_eos": True}},
+    )
     yield LAST_METRICS
 
 
 DRAINING = (
-    *(bare("draining", "GET", path) for path in ("/ready", "/health", "/live", "/info", "/nothing")),
+    *(
+        bare("draining", "GET", path)
+        for path in ("/ready", "/health", "/live", "/info", "/nothing")
+    ),
     *(post("draining", route, body) for route, body in dialects({})),
 )
 ONE_THREAD = ("--engine.threads", "1", "--cache.pages", "512")
 NO_GRACE = ("--server.lb_grace", "0")
 SERVERS = (
     Server(
-        "open", (*ONE_THREAD, *NO_GRACE), [*reading(), *generating(), *resuming(), *refused(), *refused_bodies(), LAST_METRICS], chat=True
+        "open",
+        (*ONE_THREAD, *NO_GRACE),
+        [*reading(), *generating(), *resuming(), *refused(), *refused_bodies(), LAST_METRICS],
+        chat=True,
     ),
     Server(
         "guarded",
         (
             *ONE_THREAD,
             *NO_GRACE,
-            *("--server.api_keys", f"{digest(KEY)},{digest(OTHER_KEY)}", "--server.metrics_key", digest(METRICS_KEY)),
-            *("--engine.max_running", "1", "--server.max_waiting", "1", "--server.max_body_bytes", "1024"),
+            *(
+                "--server.api_keys",
+                f"{digest(KEY)},{digest(OTHER_KEY)}",
+                "--server.metrics_key",
+                digest(METRICS_KEY),
+            ),
+            *(
+                "--engine.max_running",
+                "1",
+                "--server.max_waiting",
+                "1",
+                "--server.max_body_bytes",
+                "1024",
+            ),
             *("--server.model_name", "first-name", "--server.served_model_names", "second-name"),
         ),
         list(guarded()),
@@ -361,7 +529,14 @@ SERVERS = (
         "proxied",
         (
             *ONE_THREAD,
-            *("--server.root_path", "/llm", "--server.cors_origins", "https://page.example", "--engine.max_context", "256"),
+            *(
+                "--server.root_path",
+                "/llm",
+                "--server.cors_origins",
+                "https://page.example",
+                "--engine.max_context",
+                "256",
+            ),
             *("--server.resume_retention", "0"),
             *("--server.lb_grace", "5", "--engine.quantization", "int8"),
         ),

@@ -1,10 +1,13 @@
 """One client against another on a real server with the embedded model.
 
-    python -m tests.trials.fair_shares [--output DIR] [--phase newcomer|shares|bytes|all] [--seconds 30]
+    python -m tests.trials.fair_shares [--output DIR] [--phase newcomer|shares|bytes|all] [--seconds
+    30]
 
-    newcomer  500 requests of 1,500 tokens by one address; then, one after the other, ten of 20 tokens by another: time to the first token
-    shares    two named keys with more requests than places: tokens of each over so many seconds, with equal weights and with 3 to 1
-    bytes     sequences that are preempted for another address have the same tokens as in a server of their own
+    newcomer  500 requests of 1,500 tokens by one address; then, one after the other, ten of 20
+    tokens by another: time to the first token shares    two named keys with more requests than
+    places: tokens of each over so many seconds, with equal weights and with 3 to 1 bytes
+    sequences that are preempted for another address have the same tokens as in a server of their
+    own
 
 Addresses are those of X-Forwarded-For, as the server trusts this host. Exit status 1 for any miss.
 """
@@ -56,8 +59,14 @@ def address(number: int) -> dict[str, str]:
 async def newcomer(scratch: Path, seconds: float) -> tuple[Found, list[Check]]:
     server = await Server.start(scratch / "newcomer.log", *TRUST)
     try:
-        alone = [await follow(server.port, question, address(2)) for question in asks(NEWCOMERS, NEWCOMER_TOKENS, 7)]
-        tasks = [asyncio.create_task(follow(server.port, question, address(1))) for question in asks(FLOOD, FLOOD_TOKENS, 1)]
+        alone = [
+            await follow(server.port, question, address(2))
+            for question in asks(NEWCOMERS, NEWCOMER_TOKENS, 7)
+        ]
+        tasks = [
+            asyncio.create_task(follow(server.port, question, address(1)))
+            for question in asks(FLOOD, FLOOD_TOKENS, 1)
+        ]
         await asyncio.sleep(10.0)
         firsts, problems = [], []
         for question, oracle in zip(asks(NEWCOMERS, NEWCOMER_TOKENS, 7), alone, strict=True):
@@ -71,15 +80,35 @@ async def newcomer(scratch: Path, seconds: float) -> tuple[Found, list[Check]]:
         idle = await server.until_idle()
     finally:
         await server.stop()
-    rows = [[f"first token of request {number + 1}, s", first] for number, first in enumerate(firsts)]
-    show(["newcomer", ""], [*rows, ["preemptions", metrics["onehead_preemptions_total"]], ["waiting", metrics["onehead_requests_waiting"]]])
+    rows = [
+        [f"first token of request {number + 1}, s", first] for number, first in enumerate(firsts)
+    ]
+    show(
+        ["newcomer", ""],
+        [
+            *rows,
+            ["preemptions", metrics["onehead_preemptions_total"]],
+            ["waiting", metrics["onehead_requests_waiting"]],
+        ],
+    )
     checks = [
-        Check(f"first token within {FIRST_TOKEN_SECONDS:g} s", max(firsts) <= FIRST_TOKEN_SECONDS, f"{max(firsts):.2f} s at most"),
-        Check("its tokens are those without the others", not problems, "; ".join(problems[:3]) or "the same"),
+        Check(
+            f"first token within {FIRST_TOKEN_SECONDS:g} s",
+            max(firsts) <= FIRST_TOKEN_SECONDS,
+            f"{max(firsts):.2f} s at most",
+        ),
+        Check(
+            "its tokens are those without the others",
+            not problems,
+            "; ".join(problems[:3]) or "the same",
+        ),
         Check("the others were admitted", refused == 0, f"{refused} of {FLOOD} ended early"),
         Check("nothing is left when they leave", idle, "idle" if idle else "not idle"),
     ]
-    return {"first_token_seconds": firsts, "alone": [answer.times[0] - answer.sent for answer in alone]}, checks
+    return {
+        "first_token_seconds": firsts,
+        "alone": [answer.times[0] - answer.sent for answer in alone],
+    }, checks
 
 
 async def shares(scratch: Path, seconds: float) -> tuple[Found, list[Check]]:
@@ -87,9 +116,18 @@ async def shares(scratch: Path, seconds: float) -> tuple[Found, list[Check]]:
     checks = []
     for weight in (1, 3):
         keys = scratch / f"keys_{weight}.toml"
-        tables = [f'[[key]]\nname = "{name}"\nsha256 = "{hashlib.sha256(name.encode()).hexdigest()}"\n' for name in ("one", "other")]
+        tables = [
+            f'[[key]]\nname = "{name}"\nsha256 = "{hashlib.sha256(name.encode()).hexdigest()}"\n'
+            for name in ("one", "other")
+        ]
         keys.write_text(f"{tables[0]}weight = {weight}\n{tables[1]}")
-        server = await Server.start(scratch / f"shares_{weight}.log", "--server.api_keys_file", str(keys), "--server.log_level", "warning")
+        server = await Server.start(
+            scratch / f"shares_{weight}.log",
+            "--server.api_keys_file",
+            str(keys),
+            "--server.log_level",
+            "warning",
+        )
         try:
             tokens = await compete(server, seconds)
         finally:
@@ -98,19 +136,29 @@ async def shares(scratch: Path, seconds: float) -> tuple[Found, list[Check]]:
         show([f"weights {weight} : 1", "tokens"], [*tokens.items(), ["ratio", ratio]])
         found[f"weight {weight}"] = tokens
         within = abs(ratio / weight - 1) <= TOLERANCE
-        checks.append(Check(f"tokens {weight} to 1 within {TOLERANCE:.0%}", within, f"{ratio:.3f} to 1 after {seconds:g} s"))
+        checks.append(
+            Check(
+                f"tokens {weight} to 1 within {TOLERANCE:.0%}",
+                within,
+                f"{ratio:.3f} to 1 after {seconds:g} s",
+            )
+        )
     return found, checks
 
 
 async def compete(server: Server, seconds: float) -> dict[str, int]:
-    """Output tokens of two keys that always have requests waiting, from when both do. The first begins alone."""
+    """Output tokens of two keys that always have requests waiting, from when both do. The first
+    begins alone.
+    """
     counts = {"one": 0, "other": 0}
     # Made before they are needed: this process shares the cores with the server.
     questions = {name: cycle(asks(1500, 150, number)) for number, name in enumerate(counts)}
 
     async def keep_asking(name: str) -> None:
         for question in questions[name]:
-            async with exchange(server.port, question.request({"authorization": f"Bearer {name}"})) as reply:
+            async with exchange(
+                server.port, question.request({"authorization": f"Bearer {name}"})
+            ) as reply:
                 await receive(reply, Answer(question), lambda _: count(name))
 
     def count(name: str) -> None:
@@ -135,22 +183,41 @@ async def same_bytes(scratch: Path, seconds: float) -> tuple[Found, list[Check]]
     options = (*TRUST, "--engine.max_running", "16", "--engine.step_tokens", "128")
     server = await Server.start(scratch / "bytes.log", *options)
     try:
-        alone = await asyncio.gather(*[follow(server.port, question, address(1)) for question in questions])
+        alone = await asyncio.gather(
+            *[follow(server.port, question, address(1)) for question in questions]
+        )
         undisturbed = (await server.metrics())["onehead_preemptions_total"]
-        tasks = [asyncio.create_task(follow(server.port, question, address(1))) for question in questions]
+        tasks = [
+            asyncio.create_task(follow(server.port, question, address(1))) for question in questions
+        ]
         for number in range(2, 8):  # One client after the other comes in.
             await asyncio.sleep(1.0)
-            tasks += [asyncio.create_task(follow(server.port, question, address(number))) for question in others[number::6]]
+            tasks += [
+                asyncio.create_task(follow(server.port, question, address(number)))
+                for question in others[number::6]
+            ]
         together = await asyncio.gather(*tasks)
         preemptions = (await server.metrics())["onehead_preemptions_total"]
     finally:
         await server.stop()
-    problems = [problem for answer, oracle in zip(together, alone, strict=False) if (problem := answer.problem(oracle))]
+    problems = [
+        problem
+        for answer, oracle in zip(together, alone, strict=False)
+        if (problem := answer.problem(oracle))
+    ]
     checks = [
         Check("none is preempted without another client", undisturbed == 0, f"{undisturbed:g}"),
         Check("some are preempted for another", preemptions > 0, f"{preemptions:g} preemptions"),
-        Check("their tokens are those of a server of their own", not problems, "; ".join(problems[:3]) or f"{len(alone)} the same"),
-        Check("every other request ends well", not any(answer.failure for answer in together), f"{len(together)} requests"),
+        Check(
+            "their tokens are those of a server of their own",
+            not problems,
+            "; ".join(problems[:3]) or f"{len(alone)} the same",
+        ),
+        Check(
+            "every other request ends well",
+            not any(answer.failure for answer in together),
+            f"{len(together)} requests",
+        ),
     ]
     return {"preemptions": preemptions}, checks
 
@@ -173,7 +240,9 @@ async def run(phases: list[str], seconds: float, output: Path | None, scratch: P
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, help="a folder for fair_shares.json")
     parser.add_argument("--phase", choices=(*PHASES, "all"), default="all")
     parser.add_argument("--seconds", type=float, default=30.0, help="of the phase shares")

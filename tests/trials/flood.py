@@ -1,15 +1,20 @@
-"""More than the server takes: 2,000 connections at once, clients that send byte by byte, clients that never read.
+"""More than the server takes: 2,000 connections at once, clients that send byte by byte, clients
+that never read.
 
-    python -m tests.trials.flood --output DIR [--phase flood|header|body|readers|all] [--connections 2000]
+    python -m tests.trials.flood --output DIR [--phase flood|header|body|readers|all] [--connections
+    2000]
 
-    flood    places for 64 requests; all connections are opened, then all requests sent, three times. Each admitted one must get the whole
-             right answer, all others 429 with Retry-After, and the server must hold afterwards what it held before the last time.
+    flood    places for 64 requests; all connections are opened, then all requests sent,
+    three times. Each admitted one must get the whole
+             right answer, all others 429 with Retry-After,
+             and the server must hold afterwards what it held before the last time.
     header   connections that send a byte of their headers each second        body     the same with a body
     readers  clients that ask for a long stream and read nothing
 
-Latency of a refusal is told twice: as the clients see it, whose own event loop shares the cores with the server and has to go through
-all sockets as well; and as the server's access log has it, counted from when the headers had been read. Exit status 1 for any miss.
-"""
+Latency of a refusal is told twice: as the clients see it, whose own event loop shares the cores
+with the server and has to go through all sockets as well; and as the server's access log has it,
+counted from when the headers had been read. Exit status 1 for any miss.
+"""  # noqa: E501
 
 import argparse
 import asyncio
@@ -35,7 +40,8 @@ WAVES = 3
 """The first warms the server up: what the last leaves is compared with what the one before left."""
 HEADER_TIMEOUT, BODY_TIMEOUT, WRITE_TIMEOUT = 4.0, 5.0, 3.0
 SLACK = 2.0
-"""Seconds beyond a timeout in which a connection must be gone: sockets are looked at once in a while, not at every moment."""
+"""Seconds beyond a timeout in which a connection must be gone: sockets are looked at once in a
+while, not at every moment."""
 REFUSED_WITHIN = 0.050
 BAND = 0.03
 """Of resident memory: what it may differ by when nothing is held."""
@@ -55,7 +61,9 @@ CONSTANTS = {
 
 
 class Caller(asyncio.Protocol):
-    """One connection that does as little as it can while others are measured: it keeps what comes, and when."""
+    """One connection that does as little as it can while others are measured: it keeps what comes,
+    and when.
+    """
 
     def __init__(self, question: Ask) -> None:
         self.question = question
@@ -133,7 +141,12 @@ async def flood(server: Server, connections: int, oracles: list[Answer]) -> Wave
         began = time.perf_counter()
         questions = [oracles[i % len(oracles)].ask for i in range(connections)]
         made = await asyncio.gather(
-            *(loop.create_connection(lambda question=q: Caller(question), "127.0.0.1", server.port) for q in questions)
+            *(
+                loop.create_connection(
+                    lambda question=q: Caller(question), "127.0.0.1", server.port
+                )
+                for q in questions
+            )
         )
         callers = [caller for _, caller in made]
         wave.connect_s = time.perf_counter() - began
@@ -180,30 +193,57 @@ def logged(log: Path, offset: int, status: int) -> list[float]:
 def flood_checks(waves: list[Wave], connections: int) -> list[Check]:
     checks = []
     for number, wave in enumerate(waves, 1):
-        counts, words = wave.outcomes, ", ".join(f"{count} {name}" for name, count in sorted(wave.outcomes.items()))
+        counts, words = (
+            wave.outcomes,
+            ", ".join(f"{count} {name}" for name, count in sorted(wave.outcomes.items())),
+        )
         words += f"; {wave.wrong[0]}" if wave.wrong else ""
         whole = counts["answered"] + counts["refused"] == connections
         full = counts["answered"] + counts["wrong"] >= PLACES and counts["refused"] > 0
         checks += [
-            Check(f"wave {number}: each gets its whole right answer, or 429 with Retry-After", whole, words),
+            Check(
+                f"wave {number}: each gets its whole right answer, or 429 with Retry-After",
+                whole,
+                words,
+            ),
             Check(
                 f"wave {number}: all places are used, and some are refused",
                 full,
                 words,
             ),
-            Check(f"wave {number}: descriptors as before", wave.fds[1] <= wave.fds[0], f"{wave.fds[0]} before, {wave.fds[1]} after"),
+            Check(
+                f"wave {number}: descriptors as before",
+                wave.fds[1] <= wave.fds[0],
+                f"{wave.fds[0]} before, {wave.fds[1]} after",
+            ),
         ]
         slowest = max(wave.logged_ms, default=float("inf"))
         told = f"{len(wave.logged_ms)} lines, {slowest:.1f} ms at most"
         complete = len(wave.logged_ms) == counts["refused"] and slowest <= REFUSED_WITHIN * 1e3
-        checks.append(Check(f"wave {number}: refused within {REFUSED_WITHIN * 1e3:.0f} ms of being read", complete, told))
+        checks.append(
+            Check(
+                f"wave {number}: refused within {REFUSED_WITHIN * 1e3:.0f} ms of being read",
+                complete,
+                told,
+            )
+        )
     first, last = waves[-2].memory, waves[-1].memory
     most = connections * BYTES_PER_CONNECTION
     grown = max(wave.memory["peak"] - wave.memory["before"] for wave in waves)
     kept = last["after"] / first["after"] - 1
-    checks.append(Check("memory at the peak is bounded", grown <= most, f"{mib(grown)} more, {mib(most)} allowed"))
     checks.append(
-        Check(f"the last wave leaves what the one before left, within {BAND:.0%}", kept <= BAND, f"{kept:+.1%} of {mib(first['after'])}")
+        Check(
+            "memory at the peak is bounded",
+            grown <= most,
+            f"{mib(grown)} more, {mib(most)} allowed",
+        )
+    )
+    checks.append(
+        Check(
+            f"the last wave leaves what the one before left, within {BAND:.0%}",
+            kept <= BAND,
+            f"{kept:+.1%} of {mib(first['after'])}",
+        )
     )
     return checks
 
@@ -227,7 +267,9 @@ class Slow:
 
 
 async def drip(server: Server, head: bytes, rest: bytes, limit: float, found: Slow) -> None:
-    """Sends `head`, then a byte of `rest` each second, until the server closes or `limit` seconds have passed."""
+    """Sends `head`, then a byte of `rest` each second, until the server closes or `limit` seconds
+    have passed.
+    """
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     began = time.perf_counter()
     reading = asyncio.create_task(reader.read())
@@ -258,7 +300,9 @@ async def slow(server: Server, count: int, phase: str, oracle: Answer) -> Slow:
         whole = http_request("POST", "/generate", {"inputs": "a" * 200})
         head, rest = whole.split(b"\r\n\r\n")[0] + b"\r\n\r\n", whole.split(b"\r\n\r\n")[1]
         timeout = BODY_TIMEOUT
-    dripping = asyncio.gather(*(drip(server, head, rest, timeout + 3 * SLACK, found) for _ in range(count)))
+    dripping = asyncio.gather(
+        *(drip(server, head, rest, timeout + 3 * SLACK, found) for _ in range(count))
+    )
     while not dripping.done():
         answer = await ask(server.port, oracle.ask)
         found.canary_s.append(answer.end - answer.sent)
@@ -287,17 +331,25 @@ def slow_checks(phase: str, found: Slow, count: int) -> list[Check]:
             not found.canary_wrong,
             f"{len(found.canary_s)} canaries, {max(found.canary_s):.2f} s at most",
         ),
-        Check(f"slow {phase}: descriptors as before", found.fds[1] <= found.fds[0], f"{found.fds[0]} before, {found.fds[1]} after"),
+        Check(
+            f"slow {phase}: descriptors as before",
+            found.fds[1] <= found.fds[0],
+            f"{found.fds[0]} before, {found.fds[1]} after",
+        ),
     ]
 
 
 async def never_read(server: Server, count: int, oracle: Answer) -> tuple[Found, list[Check]]:
-    """Long streams whose clients read nothing: each must be dropped and its work ended while its client still holds the connection."""
+    """Long streams whose clients read nothing: each must be dropped and its work ended while its
+    client still holds the connection.
+    """
     pid, before = server.process.pid, open_fds(server.process.pid)
     cancelled = await outcome(server, "cancelled")
     # Token by token the likeliest five are told too: that fills buffers sooner.
     parameters = {"max_new_tokens": 3000, "ignore_eos": True, "top_n_tokens": 5}
-    request = http_request("POST", "/generate_stream", {"inputs": "def f(", "parameters": parameters})
+    request = http_request(
+        "POST", "/generate_stream", {"inputs": "def f(", "parameters": parameters}
+    )
     sockets, began = [], time.perf_counter()
     with Memory(pid) as memory:
         for _ in range(count):
@@ -316,10 +368,26 @@ async def never_read(server: Server, count: int, oracle: Answer) -> tuple[Found,
     grown, most = memory.peak - memory.before, count * BYTES_PER_READER
     problem = answer.problem(oracle)
     checks = [
-        Check(f"{count} that never read: all are dropped", after <= before, f"{after - before} more descriptors after {seconds:.1f} s"),
-        Check("readers: what they asked for is no longer computed", dropped == count and idle, f"{dropped:.0f} cancelled, idle {idle}"),
-        Check("readers: memory is bounded", grown <= most, f"{mib(grown)} more at the peak, {mib(most)} allowed"),
-        Check("readers: others are answered", problem is None, problem or f"answered in {answer.end - answer.sent:.2f} s"),
+        Check(
+            f"{count} that never read: all are dropped",
+            after <= before,
+            f"{after - before} more descriptors after {seconds:.1f} s",
+        ),
+        Check(
+            "readers: what they asked for is no longer computed",
+            dropped == count and idle,
+            f"{dropped:.0f} cancelled, idle {idle}",
+        ),
+        Check(
+            "readers: memory is bounded",
+            grown <= most,
+            f"{mib(grown)} more at the peak, {mib(most)} allowed",
+        ),
+        Check(
+            "readers: others are answered",
+            problem is None,
+            problem or f"answered in {answer.end - answer.sent:.2f} s",
+        ),
     ]
     memories = {"before": memory.before, "peak": memory.peak, "after": memory.now}
     return {"seconds": seconds, "dropped": dropped, "memory": memories}, checks
@@ -327,29 +395,48 @@ async def never_read(server: Server, count: int, oracle: Answer) -> tuple[Found,
 
 async def outcome(server: Server, name: str) -> float:
     """Requests that ended so, by the server's own count."""
-    found = re.search(rf'onehead_requests_total{{outcome="{name}"}} (\S+)', (await server.get("/metrics"))[1])
+    found = re.search(
+        rf'onehead_requests_total{{outcome="{name}"}} (\S+)', (await server.get("/metrics"))[1]
+    )
     return float(found[1]) if found else 0.0
 
 
-async def flood_phase(server: Server, connections: int, oracles: list[Answer]) -> tuple[Found, list[Check]]:
+async def flood_phase(
+    server: Server, connections: int, oracles: list[Answer]
+) -> tuple[Found, list[Check]]:
     waves = [await flood(server, connections, oracles) for _ in range(WAVES)]
     rows = []
     for number, wave in enumerate(waves, 1):
         for seen, values in (("client", wave.refused_ms), ("server", wave.logged_ms)):
             figures = spread(values) or {"p50": 0.0, "p99": 0.0, "max": 0.0}
-            rows.append((f"{number}, {seen}", len(values), figures["p50"], figures["p99"], figures["max"]))
+            rows.append(
+                (f"{number}, {seen}", len(values), figures["p50"], figures["p99"], figures["max"])
+            )
     show(("wave, seen by", "refused", "p50 ms", "p99 ms", "max ms"), rows)
     told = [
-        {"connect_s": w.connect_s, "send_s": w.send_s, "outcomes": w.outcomes, "wrong": w.wrong[:20], "memory": w.memory, "fds": w.fds}
+        {
+            "connect_s": w.connect_s,
+            "send_s": w.send_s,
+            "outcomes": w.outcomes,
+            "wrong": w.wrong[:20],
+            "memory": w.memory,
+            "fds": w.fds,
+        }
         | {"refused_ms": {"client": spread(w.refused_ms), "server": spread(w.logged_ms)}}
         for w in waves
     ]
     return {"waves": told}, flood_checks(waves, connections)
 
 
-async def slow_phase(server: Server, count: int, phase: str, oracle: Answer) -> tuple[Found, list[Check]]:
+async def slow_phase(
+    server: Server, count: int, phase: str, oracle: Answer
+) -> tuple[Found, list[Check]]:
     found = await slow(server, count, phase, oracle)
-    told = {"closed_after": spread(found.closed_after), "first_lines": found.first_lines, "canary_s": spread(found.canary_s)}
+    told = {
+        "closed_after": spread(found.closed_after),
+        "first_lines": found.first_lines,
+        "canary_s": spread(found.canary_s),
+    }
     return told, slow_checks(phase, found, count)
 
 
@@ -358,14 +445,18 @@ async def run(options: argparse.Namespace, folder: Path) -> int:
     if raise_file_limit() < wanted:
         raise SystemExit(f"this needs {wanted} file descriptors; raise the limit (ulimit -n)")
     arguments = [part for name, value in OPTIONS.items() for part in (f"--{name}", str(value))]
-    server = await Server.start(folder / "flood.log", *arguments, launcher=launcher(CONSTANTS, "commands.cli"))
+    server = await Server.start(
+        folder / "flood.log", *arguments, launcher=launcher(CONSTANTS, "commands.cli")
+    )
     result: Found = {"options": OPTIONS, "constants": CONSTANTS, "phases": {}}
     checks: list[Check] = []
     status = -1
     try:
         info = await server.info()
         oracles = [await ask(server.port, question) for question in asks(8, 24, seed=3)]
-        for phase in ("flood", "header", "body", "readers") if options.phase == "all" else (options.phase,):
+        for phase in (
+            ("flood", "header", "body", "readers") if options.phase == "all" else (options.phase,)
+        ):
             if phase == "flood":
                 told, found = await flood_phase(server, options.connections, oracles)
             elif phase == "readers":
@@ -380,11 +471,17 @@ async def run(options: argparse.Namespace, folder: Path) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, help="an existing folder")
-    parser.add_argument("--phase", choices=("flood", "header", "body", "readers", "all"), default="all")
+    parser.add_argument(
+        "--phase", choices=("flood", "header", "body", "readers", "all"), default="all"
+    )
     parser.add_argument("--connections", type=int, default=2000)
-    parser.add_argument("--slow", type=int, default=200, help="connections of the phases header and body")
+    parser.add_argument(
+        "--slow", type=int, default=200, help="connections of the phases header and body"
+    )
     parser.add_argument("--readers", type=int, default=50)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,12 +1,15 @@
-"""Thousands of damaged checkpoint folders: each must be refused with a line a person can act on, or load as what it says it is.
+"""Thousands of damaged checkpoint folders: each must be refused with a line a person can act on, or
+load as what it says it is.
 
-    python -m tests.trials.fuzz_checkpoints [--count 1000] [--processes 40] [--seed 0] [--output FILE.json]
+    python -m tests.trials.fuzz_checkpoints [--count 1000] [--processes 40] [--seed 0] [--output
+    FILE.json]
 
-Takes tiny checkpoints of nine families, damages header, weights, index, config or tokenizer at random, and does with each folder what
-`onehead serve` does before it listens: in child processes that are killed after 20 s. A folder that loads in spite of its damage is
-compared with what `transformers` makes of it: the same logits, or the damage was read differently. The first `--processes` that are
-refused are also started as real servers, which must exit with 78 and the same line. Exit status 1 for a hang, a crash, a wrong load, or
-a refusal that says nothing.
+Takes tiny checkpoints of nine families, damages header, weights, index, config or tokenizer at
+random, and does with each folder what `onehead serve` does before it listens: in child processes
+that are killed after 20 s. A folder that loads in spite of its damage is compared with what
+`transformers` makes of it: the same logits, or the damage was read differently. The first
+`--processes` that are refused are also started as real servers, which must exit with 78 and the
+same line. Exit status 1 for a hang, a crash, a wrong load, or a refusal that says nothing.
 """
 
 import argparse
@@ -26,11 +29,33 @@ from typing import Any
 
 from rich.progress import Progress
 
-BASES: tuple[tuple[str, int], ...] = (("santacoder", 0), ("llama", 2), ("gemma3_text", 1), ("deepseek_v3", 0), ("falcon", 1))
+BASES: tuple[tuple[str, int], ...] = (
+    ("santacoder", 0),
+    ("llama", 2),
+    ("gemma3_text", 1),
+    ("deepseek_v3", 0),
+    ("falcon", 1),
+)
 BASES += (("mistral", 3), ("minicpm3", 2), ("deepseek_v2", 2), ("gemma", 3))
 SECONDS = 20
 LONGEST_LINE = 600
-WILD: tuple[Any, ...] = (None, True, False, 0, 1, -1, 2, 7, 10**6, 2**31, 2**63, 10**400, 0.5, -0.0, 1e300)
+WILD: tuple[Any, ...] = (
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2,
+    7,
+    10**6,
+    2**31,
+    2**63,
+    10**400,
+    0.5,
+    -0.0,
+    1e300,
+)
 WILD += ("", "x", "1", "silu", [], [1], {}, {"a": 1})
 
 Random = random.Random
@@ -59,13 +84,19 @@ def wild_header_length(folder: Path, rng: Random) -> None:
 
 def cut_or_extend(folder: Path, rng: Random) -> None:
     def change(data: bytearray) -> bytes:
-        return bytes(data[: rng.randrange(len(data))]) if rng.random() < 0.7 else bytes(data) + bytes(rng.randint(1, 999))
+        return (
+            bytes(data[: rng.randrange(len(data))])
+            if rng.random() < 0.7
+            else bytes(data) + bytes(rng.randint(1, 999))
+        )
 
     _bytes_of(folder / "model.safetensors", change)
 
 
 def edit_header(folder: Path, rng: Random) -> None:
-    """A change of the header's JSON that leaves it JSON: types, shapes, offsets, names, twice the same name."""
+    """A change of the header's JSON that leaves it JSON: types, shapes, offsets, names, twice the
+    same name.
+    """
 
     def change(data: bytearray) -> bytes:
         (length,) = struct.unpack("<Q", data[:8])
@@ -82,9 +113,22 @@ def _edited(header: dict[str, Any], name: str, rng: Random) -> str:
     if kind == 0:
         entry["dtype"] = rng.choice(["F16", "I32", "F64", "BOOL", "Q4", 7, None])
     elif kind == 1:
-        entry["shape"] = rng.choice([[], [0], [-1, 4], [2**40, 2**40], entry["shape"][::-1], [*entry["shape"], 1], "x", None])
+        entry["shape"] = rng.choice(
+            [
+                [],
+                [0],
+                [-1, 4],
+                [2**40, 2**40],
+                entry["shape"][::-1],
+                [*entry["shape"], 1],
+                "x",
+                None,
+            ]
+        )
     elif kind == 2:
-        entry["data_offsets"] = rng.choice([[0, 4], [4, 0], [-8, 8], [0, 2**62], [0], "x", [0.5, 1]])
+        entry["data_offsets"] = rng.choice(
+            [[0, 4], [4, 0], [-8, 8], [0, 2**62], [0], "x", [0.5, 1]]
+        )
     elif kind == 3:
         header[rng.choice([name + "x", "__metadata__"])] = header.pop(name)
     elif kind == 4:
@@ -98,7 +142,9 @@ def _edited(header: dict[str, Any], name: str, rng: Random) -> str:
 def flip_weights(folder: Path, rng: Random) -> None:
     """Bits of the weights themselves, with the manifest that notices."""
     path = folder / "model.safetensors"
-    sums = subprocess.run(["sha256sum", path.name], cwd=folder, capture_output=True, text=True, check=True).stdout
+    sums = subprocess.run(
+        ["sha256sum", path.name], cwd=folder, capture_output=True, text=True, check=True
+    ).stdout
     (folder / "SHA256SUMS").write_text(sums)
 
     def change(data: bytearray) -> bytearray:
@@ -115,21 +161,33 @@ def poison_weights(folder: Path, rng: Random) -> None:
     def change(data: bytearray) -> bytearray:
         begin = 8 + struct.unpack("<Q", data[:8])[0]
         place = begin + 4 * rng.randrange((len(data) - begin) // 4)
-        data[place : place + 4] = struct.pack("<f", rng.choice([float("nan"), float("inf"), -float("inf")]))
+        data[place : place + 4] = struct.pack(
+            "<f", rng.choice([float("nan"), float("inf"), -float("inf")])
+        )
         return data
 
     _bytes_of(folder / "model.safetensors", change)
 
 
 def wild_config(folder: Path, rng: Random) -> None:
-    path = folder / rng.choice(["config.json"] * 6 + ["generation_config.json", "tokenizer_config.json"])
+    path = folder / rng.choice(
+        ["config.json"] * 6 + ["generation_config.json", "tokenizer_config.json"]
+    )
     if not path.exists():
         path.write_text("{}")
     whole = json.loads(path.read_text())
     for _ in range(rng.randint(1, 2)):
         inner = [value for value in whole.values() if isinstance(value, dict) and value]
         values = rng.choice(inner) if inner and rng.random() < 0.4 else whole
-        keys = [*values, "eos_token_id", "rope_scaling", "chat_template", "quantization_config", "num_key_value_heads", "auto_map"]
+        keys = [
+            *values,
+            "eos_token_id",
+            "rope_scaling",
+            "chat_template",
+            "quantization_config",
+            "num_key_value_heads",
+            "auto_map",
+        ]
         key = rng.choice(keys)
         if rng.random() < 0.3:
             values.pop(key, None)
@@ -139,9 +197,32 @@ def wild_config(folder: Path, rng: Random) -> None:
 
 
 def garbage_json(folder: Path, rng: Random) -> None:
-    path = folder / rng.choice(["config.json", "config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+    path = folder / rng.choice(
+        [
+            "config.json",
+            "config.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "generation_config.json",
+        ]
+    )
     noise = bytes(rng.randrange(256) for _ in range(99))
-    path.write_bytes(rng.choice([b"", b"{", b"[]", b"null", b"\xff\xfe\x00", b"[" * 100_000, b'{"a":' * 5000, b"NaN", b"\0" * 100, noise]))
+    path.write_bytes(
+        rng.choice(
+            [
+                b"",
+                b"{",
+                b"[]",
+                b"null",
+                b"\xff\xfe\x00",
+                b"[" * 100_000,
+                b'{"a":' * 5000,
+                b"NaN",
+                b"\0" * 100,
+                noise,
+            ]
+        )
+    )
 
 
 def flip_text(folder: Path, rng: Random) -> None:
@@ -152,7 +233,11 @@ def flip_text(folder: Path, rng: Random) -> None:
             data[rng.randrange(len(data))] = rng.choice(b'0123456789"{}[]:,-.etfnul \x00\xff')
         return data
 
-    _bytes_of(folder / rng.choice(["config.json", "tokenizer.json", "tokenizer.json", "tokenizer_config.json"]), change)
+    _bytes_of(
+        folder
+        / rng.choice(["config.json", "tokenizer.json", "tokenizer.json", "tokenizer_config.json"]),
+        change,
+    )
 
 
 def edit_tokenizer(folder: Path, rng: Random) -> None:
@@ -170,8 +255,20 @@ def edit_tokenizer(folder: Path, rng: Random) -> None:
 
 
 def wild_index(folder: Path, rng: Random) -> None:
-    weight_map = rng.choice([{}, [], {"x": "../model.safetensors"}, {"x": "nowhere.safetensors"}, {"x": 7}, {"x": "model.bin"}, "x"])
-    (folder / "model.safetensors.index.json").write_text(json.dumps(rng.choice([{"weight_map": weight_map}, weight_map, {"other": 1}])))
+    weight_map = rng.choice(
+        [
+            {},
+            [],
+            {"x": "../model.safetensors"},
+            {"x": "nowhere.safetensors"},
+            {"x": 7},
+            {"x": "model.bin"},
+            "x",
+        ]
+    )
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps(rng.choice([{"weight_map": weight_map}, weight_map, {"other": 1}]))
+    )
 
 
 def take_away(folder: Path, rng: Random) -> None:
@@ -207,7 +304,9 @@ DAMAGES = (
 
 
 def try_folder(folder: Path) -> dict[str, Any]:
-    """Loads as `onehead serve` does; the refusal, or how far its logits are from those of `transformers`."""
+    """Loads as `onehead serve` does; the refusal, or how far its logits are from those of
+    `transformers`.
+    """
     from model.checkpoint.families import read_spec
     from model.spec import CheckpointError, OptionError
     from server.config import ServerSection
@@ -226,11 +325,17 @@ def try_folder(folder: Path) -> dict[str, Any]:
 def _settings(folder: Path) -> Any:
     from server.config import EngineSettings, load
 
-    return load(EngineSettings, ["--model", str(folder), "--cache.pages", "40", "--engine.threads", "1"], "fuzz")
+    return load(
+        EngineSettings,
+        ["--model", str(folder), "--cache.pages", "40", "--engine.threads", "1"],
+        "fuzz",
+    )
 
 
 def _distance(folder: Path, runner: Any, spec: Any) -> float | str:
-    """The largest difference of any logit of a short text; why there is none where `transformers` does not read the folder."""
+    """The largest difference of any logit of a short text; why there is none where `transformers`
+    does not read the folder.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -242,7 +347,9 @@ def _distance(folder: Path, runner: Any, spec: Any) -> float | str:
     states = []
     forward = runner.forward
     runner.forward = lambda *given: states.append(forward(*given).clone()) or states[-1]
-    runner.run(StepPlan((Row(0, ids, 0, [array("q", range(40))] * len(runner.pool.layout.groups), None),)))
+    runner.run(
+        StepPlan((Row(0, ids, 0, [array("q", range(40))] * len(runner.pool.layout.groups), None),))
+    )
     try:
         eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
         oracle = AutoModelForCausalLM.from_pretrained(folder, **eager, dtype=torch.float32)
@@ -279,7 +386,13 @@ class Child:
 
         if self.process is None:
             command = [sys.executable, "-m", "tests.trials.fuzz_checkpoints", "--child"]
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True)
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self.errors,
+                text=True,
+            )
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(f"{folder}\n")
         self.process.stdin.flush()
@@ -316,7 +429,10 @@ def verdict(answer: dict[str, Any]) -> str | None:
     """What is wrong with an answer; None where nothing is."""
     if "refused" in answer:
         line = answer["refused"]
-        named = any(word in line for word in (".json", ".safetensors", "folder", "tensor", "expected", "SHA256SUMS"))
+        named = any(
+            word in line
+            for word in (".json", ".safetensors", "folder", "tensor", "expected", "SHA256SUMS")
+        )
         says = named and "\n" not in line and len(line) <= LONGEST_LINE and "Traceback" not in line
         return None if says else "a refusal that says nothing"
     if "loaded" in answer:
@@ -327,17 +443,34 @@ def verdict(answer: dict[str, Any]) -> str | None:
 
 def serve_too(folder: Path) -> str | None:
     """Starts a real server on the folder; what is wrong with how it ends."""
-    command = [sys.executable, "-m", "commands.cli", "serve", "--model", str(folder), "--port", "0", "--cache.pages", "40"]
+    command = [
+        sys.executable,
+        "-m",
+        "commands.cli",
+        "serve",
+        "--model",
+        str(folder),
+        "--port",
+        "0",
+        "--cache.pages",
+        "40",
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except subprocess.TimeoutExpired:
         return "a server that hangs"
     lines = [line for line in done.stderr.splitlines() if line.startswith("onehead serve: ")]
-    return None if done.returncode == 78 and len(lines) == 1 else f"a server that exits with {done.returncode}: {done.stderr[-500:]}"
+    return (
+        None
+        if done.returncode == 78 and len(lines) == 1
+        else f"a server that exits with {done.returncode}: {done.stderr[-500:]}"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--processes", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
@@ -353,7 +486,12 @@ def main() -> None:
     unread: list[str] = []
     worker = Child()
     with tempfile.TemporaryDirectory() as scratch, Progress() as progress:
-        bases = {base: make_family_checkpoint(*base, _made(Path(scratch) / f"{base[0]}-{base[1]}")).folder for base in BASES}
+        bases = {
+            base: make_family_checkpoint(
+                *base, _made(Path(scratch) / f"{base[0]}-{base[1]}")
+            ).folder
+            for base in BASES
+        }
         task = progress.add_task("folders", total=options.count)
         for seed in range(options.seed, options.seed + options.count):
             folder = Path(scratch) / str(seed)
@@ -363,7 +501,9 @@ def main() -> None:
             if "refused" in answer and problem is None and seen["served"] < options.processes:
                 seen["served"] += 1
                 problem = serve_too(folder)
-            seen["refused" if "refused" in answer else "loaded" if "loaded" in answer else "died"] += 1
+            seen[
+                "refused" if "refused" in answer else "loaded" if "loaded" in answer else "died"
+            ] += 1
             if isinstance(answer.get("loaded"), str):
                 unread.append(f"{seed} {done}: {answer['loaded']}")
             if problem:
@@ -371,7 +511,13 @@ def main() -> None:
                 progress.console.print(wrong[-1])
             shutil.rmtree(folder)
             progress.advance(task)
-    result = {"count": options.count, "seed": options.seed, "seen": dict(seen), "wrong": wrong, "loaded_but_not_by_transformers": unread}
+    result = {
+        "count": options.count,
+        "seed": options.seed,
+        "seen": dict(seen),
+        "wrong": wrong,
+        "loaded_but_not_by_transformers": unread,
+    }
     print(json.dumps(result, indent=2))
     if options.output:
         options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -1,13 +1,16 @@
-"""Whatever is sent to a real server, its answer fits, it comes soon, and the next request is served as ever.
+"""Whatever is sent to a real server, its answer fits, it comes soon, and the next request is served
+as ever.
 
     python -m tests.trials.fuzz_http --output DIR [--minutes 30] [--seed N]
 
-Takes turns between requests that Schemathesis makes of the server's own /openapi.json, good ones and bad ones, and raw bytes: damaged
-requests of support/bad_inputs.py, JSON with odd types in every field, broken framing, odd heads, noise. Up to 16 are sent at once. Each
-must get a status from 200 to 499 other than 429 (504 where its own `timeout_s` was over; 501 and 505 for another transfer encoding or
-version of HTTP), with a body of the dialects' shapes, or no answer but the end of its connection where it was no whole request; the
-engine's process must stay, the canary's answers must be the same bytes, and memory must not grow. Writes
-fuzz-http.json: counts by kind and status, the slowest, and every failure with its bytes in base64. Exit status 1 for any.
+Takes turns between requests that Schemathesis makes of the server's own /openapi.json, good ones
+and bad ones, and raw bytes: damaged requests of support/bad_inputs.py, JSON with odd types in every
+field, broken framing, odd heads, noise. Up to 16 are sent at once. Each must get a status from 200
+to 499 other than 429 (504 where its own `timeout_s` was over; 501 and 505 for another transfer
+encoding or version of HTTP), with a body of the dialects' shapes, or no answer but the end of its
+connection where it was no whole request; the engine's process must stay, the canary's answers must
+be the same bytes, and memory must not grow. Writes fuzz-http.json: counts by kind and status, the
+slowest, and every failure with its bytes in base64. Exit status 1 for any.
 """
 
 import argparse
@@ -40,7 +43,18 @@ from server.http.openai.chat_fields import ChatBody, TemplateBody
 from server.http.openai.fields import CompletionBody
 from server.http.tgi.fields import GenerateBody, Parameters
 from server.http.token_fields import DetokenizeBody, TokenizeBody
-from tests.support.bad_inputs import CHAT, COMPLETIONS, GENERATE, JSON, body_cases, choice_cases, document, post, prompt_cases, value_cases
+from tests.support.bad_inputs import (
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    JSON,
+    body_cases,
+    choice_cases,
+    document,
+    post,
+    prompt_cases,
+    value_cases,
+)
 from tests.support.checkpoints import SHAPES, make_checkpoint, make_tokenizer
 from tests.support.processes import ServerProcess
 from tests.support.raw_http import answer_problem, exchange
@@ -48,21 +62,70 @@ from tests.support.report import Check, conclude, progress, show, usage
 
 # --- what is sent
 
-FIELDS: dict[str, Any] = {"/generate": GenerateBody, "/generate_stream": GenerateBody, "/": GenerateBody}
+FIELDS: dict[str, Any] = {
+    "/generate": GenerateBody,
+    "/generate_stream": GenerateBody,
+    "/": GenerateBody,
+}
 FIELDS["/v1/decisions"], FIELDS["/v1/systemone"] = DecisionBody, SystemBody
-FIELDS |= {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody, "/infill": InfillBody}
-FIELDS |= {"/completion": LlamaCppCompletionBody, "/v1/fim/completions": FimBody, "/fim/completions": FimBody}
-FIELDS |= {"/apply-template": TemplateBody, "/tokenize": TokenizeBody, "/detokenize": DetokenizeBody}
-REQUIRED: dict[str, dict[str, Any]] = {path: {"inputs": "def f", "parameters": {"max_new_tokens": 4}} for path in list(FIELDS)[:3]}
-REQUIRED |= {"/v1/completions": {"prompt": "def f"}, "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]}}
-REQUIRED |= {"/v1/decisions": {"input": "x", "questions": [{"type": "predicate", "instructions": "a"}]}}
+FIELDS |= {
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/infill": InfillBody,
+}
+FIELDS |= {
+    "/completion": LlamaCppCompletionBody,
+    "/v1/fim/completions": FimBody,
+    "/fim/completions": FimBody,
+}
+FIELDS |= {
+    "/apply-template": TemplateBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
+REQUIRED: dict[str, dict[str, Any]] = {
+    path: {"inputs": "def f", "parameters": {"max_new_tokens": 4}} for path in list(FIELDS)[:3]
+}
+REQUIRED |= {
+    "/v1/completions": {"prompt": "def f"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+}
+REQUIRED |= {
+    "/v1/decisions": {"input": "x", "questions": [{"type": "predicate", "instructions": "a"}]}
+}
 REQUIRED |= {"/v1/systemone": {"state": "x", "questions": {"q": {"type": "noul"}}}}
-REQUIRED |= {"/infill": {"input_prefix": "def f", "input_suffix": "x"}, "/tokenize": {"prompt": "x"}, "/detokenize": {"tokens": [1]}}
-REQUIRED |= {"/completion": {"prompt": "def f"}, "/apply-template": {"messages": [{"role": "user", "content": "hi"}]}}
-REQUIRED |= {"/v1/fim/completions": {"prompt": "def f", "suffix": "x"}, "/fim/completions": {"prompt": "def f"}}
-MOST = {"max_tokens": 8, "max_completion_tokens": 8, "max_new_tokens": 8, "n_predict": 8, "n": 3, "n_cmpl": 3, "best_of": 3}
-LENGTHS = {"/v1/completions": "max_tokens", "/v1/chat/completions": "max_tokens", "/infill": "n_predict"}
-LENGTHS |= {"/completion": "n_predict", "/v1/fim/completions": "max_tokens", "/fim/completions": "max_tokens"}
+REQUIRED |= {
+    "/infill": {"input_prefix": "def f", "input_suffix": "x"},
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [1]},
+}
+REQUIRED |= {
+    "/completion": {"prompt": "def f"},
+    "/apply-template": {"messages": [{"role": "user", "content": "hi"}]},
+}
+REQUIRED |= {
+    "/v1/fim/completions": {"prompt": "def f", "suffix": "x"},
+    "/fim/completions": {"prompt": "def f"},
+}
+MOST = {
+    "max_tokens": 8,
+    "max_completion_tokens": 8,
+    "max_new_tokens": 8,
+    "n_predict": 8,
+    "n": 3,
+    "n_cmpl": 3,
+    "best_of": 3,
+}
+LENGTHS = {
+    "/v1/completions": "max_tokens",
+    "/v1/chat/completions": "max_tokens",
+    "/infill": "n_predict",
+}
+LENGTHS |= {
+    "/completion": "n_predict",
+    "/v1/fim/completions": "max_tokens",
+    "/fim/completions": "max_tokens",
+}
 EXTREMES: list[Any] = [
     None,
     True,
@@ -86,7 +149,9 @@ EXTREMES: list[Any] = [
 ]
 JSON_VALUES: SearchStrategy[Any] = st.recursive(
     st.sampled_from(EXTREMES) | st.integers() | st.floats() | st.text(st.characters(), max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4)
+    ),
     max_leaves=8,
 )
 QUESTION_VALUES = JSON_VALUES | st.sampled_from(
@@ -103,10 +168,29 @@ QUESTION_VALUES = JSON_VALUES | st.sampled_from(
         {"true": "a"},
     ]
 )
-TOKENS = b"\r\n|\n|\r|\0|\r\n\r\n|content-length: 5\r\n|transfer-encoding: chunked\r\n|expect: 100-continue\r\n|connection: close\r\n"
-TOKENS += b"|host: y\r\n|connection: upgrade\r\nupgrade: websocket\r\n|upgrade: h2c\r\n|HTTP/1.0|HTTP/9.9|%00|%2e%2e/|?|#|//|HEAD|CONNECT"
-TOKENS += b'|\xff|\xed\xa0\x80|"|{|[|\\ud800|1e999|NaN|-1|99999999999999999999|"stream":true,|"n":3,|"temperature":0,'
-GETS = ["/info", "/live", "/health", "/props", "/metrics", "/v1/models", "/v1/models/x", "/docs", "/v1/streams/x", "/plan", "/none", "*"]
+TOKENS = (
+    b"\r\n|\n|\r|\0|\r\n\r\n|content-length: 5\r\n|transfer-encoding: chunked\r\n|expect: "
+    b"100-continue\r\n|connection: close\r\n"
+)
+TOKENS += (
+    b"|host: y\r\n|connection: upgrade\r\nupgrade: websocket\r\n|upgrade: "
+    b"h2c\r\n|HTTP/1.0|HTTP/9.9|%00|%2e%2e/|?|#|//|HEAD|CONNECT"
+)
+TOKENS += b'|\xff|\xed\xa0\x80|"|{|[|\\ud800|1e999|NaN|-1|99999999999999999999|"stream":true,|"n":3,|"temperature":0,'  # noqa: E501
+GETS = [
+    "/info",
+    "/live",
+    "/health",
+    "/props",
+    "/metrics",
+    "/v1/models",
+    "/v1/models/x",
+    "/docs",
+    "/v1/streams/x",
+    "/plan",
+    "/none",
+    "*",
+]
 COMPLETE = ("JSON", "body", "openapi")
 """Kinds that are whole requests, which have to be answered."""
 Edit = tuple[str, int, int, bytes]
@@ -116,28 +200,48 @@ def bounded(body: Any) -> Any:
     """A body that asks for few tokens, where it is a body."""
     if not isinstance(body, dict):
         return body
-    small = {key: MOST[key] if key in MOST and type(value) is int and value > MOST[key] else value for key, value in body.items()}
+    small = {
+        key: MOST[key] if key in MOST and type(value) is int and value > MOST[key] else value
+        for key, value in body.items()
+    }
     return small | {key: bounded(small[key]) for key in ("parameters",) if key in small}
 
 
 def values_of(value: Any) -> list[Any]:
     """The items of a list, or the values of an object."""
-    return [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    return (
+        [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    )
 
 
 @st.composite
 def documents(draw: Any) -> bytes:
-    """A request with odd values in some of a route's fields, and now and then one that there is not."""
+    """A request with odd values in some of a route's fields, and now and then one that there is
+    not.
+    """
     path = draw(st.sampled_from(sorted(FIELDS)))
-    body: dict[str, Any] = copy.deepcopy(REQUIRED[path]) | ({LENGTHS[path]: 4} if path in LENGTHS else {})
-    for name in draw(st.lists(st.sampled_from(sorted(FIELDS[path].model_fields)) | st.text(max_size=4), max_size=4)):
+    body: dict[str, Any] = copy.deepcopy(REQUIRED[path]) | (
+        {LENGTHS[path]: 4} if path in LENGTHS else {}
+    )
+    for name in draw(
+        st.lists(
+            st.sampled_from(sorted(FIELDS[path].model_fields)) | st.text(max_size=4), max_size=4
+        )
+    ):
         body[name] = draw(JSON_VALUES)
     if "inputs" in body and draw(st.booleans()):
         names = draw(st.lists(st.sampled_from(sorted(Parameters.model_fields)), max_size=4))
         body["parameters"] = {"max_new_tokens": 4} | {name: draw(JSON_VALUES) for name in names}
-    for question in [q for q in values_of(body.get("questions")) if isinstance(q, dict)][:3] if draw(st.booleans()) else ():
+    for question in (
+        [q for q in values_of(body.get("questions")) if isinstance(q, dict)][:3]
+        if draw(st.booleans())
+        else ()
+    ):
         own = DecisionQuestion if path == "/v1/decisions" else SystemQuestion
-        question |= {name: draw(QUESTION_VALUES) for name in draw(st.lists(st.sampled_from(sorted(own.model_fields)), max_size=3))}
+        question |= {
+            name: draw(QUESTION_VALUES)
+            for name in draw(st.lists(st.sampled_from(sorted(own.model_fields)), max_size=3))
+        }
     text = json.dumps(bounded(body), ensure_ascii=draw(st.booleans()))
     return post(path, text.encode("utf-8", "surrogatepass"))
 
@@ -163,13 +267,27 @@ def _reframed(request: bytes, edits: list[Edit]) -> bytes:
 
 def _chunked(path: str, parts: list[tuple[bytes | None, bytes, bytes]], end: bytes) -> bytes:
     """A body in chunks, each of the size that it has or of another."""
-    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\n{JSON}transfer-encoding: chunked\r\n\r\n".encode()
-    chunks = [(b"%x" % len(data) if size is None else size) + b"\r\n" + data + behind for size, data, behind in parts]
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\n{JSON}transfer-encoding: chunked\r\n\r\n".encode()  # noqa: E501
+    chunks = [
+        (b"%x" % len(data) if size is None else size) + b"\r\n" + data + behind
+        for size, data, behind in parts
+    ]
     return head + b"".join(chunks) + end
 
 
-def _headed(method: bytes, path: str, query: bytes, version: bytes, headers: list[tuple[bytes, bytes, bytes]], body: bytes) -> bytes:
-    lines = [method + b" " + path.encode() + query + b" " + version, b"host: localhost", *(b"".join(header) for header in headers)]
+def _headed(
+    method: bytes,
+    path: str,
+    query: bytes,
+    version: bytes,
+    headers: list[tuple[bytes, bytes, bytes]],
+    body: bytes,
+) -> bytes:
+    lines = [
+        method + b" " + path.encode() + query + b" " + version,
+        b"host: localhost",
+        *(b"".join(header) for header in headers),
+    ]
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
 
 
@@ -177,19 +295,42 @@ def raw_strategies() -> dict[str, SearchStrategy[bytes]]:
     """Kind -> requests. All but those of COMPLETE may be anything."""
     cases = (*body_cases(), *value_cases(), *choice_cases(), *prompt_cases())
     known = [case for case in cases if len(case.request) < 2000 and not case.guarded]
-    seeds = st.sampled_from([case.request for case in known if case.status == 200]) | st.sampled_from([case.request for case in known])
-    kinds, token = st.sampled_from(["cut", "flip", "insert", "repeat"]), st.sampled_from(TOKENS.split(b"|"))
-    edits = st.lists(st.tuples(kinds, st.integers(0, 3000), st.integers(1, 6), token), min_size=1, max_size=3)
+    seeds = st.sampled_from(
+        [case.request for case in known if case.status == 200]
+    ) | st.sampled_from([case.request for case in known])
+    kinds, token = (
+        st.sampled_from(["cut", "flip", "insert", "repeat"]),
+        st.sampled_from(TOKENS.split(b"|")),
+    )
+    edits = st.lists(
+        st.tuples(kinds, st.integers(0, 3000), st.integers(1, 6), token), min_size=1, max_size=3
+    )
     paths = st.sampled_from([*FIELDS, *GETS])
-    sizes = st.none() | st.sampled_from(b"5|0|-1|ffffffffffffffff|10000000|5;x=y|5 |x|".split(b"|")) | st.binary(max_size=3)
-    data = st.binary(max_size=9) | st.sampled_from([b'{"inputs":"a",', b'"prompt":"a"}', b'"parameters":{"max_new_tokens":2}}', b"{"])
-    chunks = st.lists(st.tuples(sizes, data, st.sampled_from([b"\r\n", b"\r\n", b"\r\n", b"\n", b""])), max_size=4)
+    sizes = (
+        st.none()
+        | st.sampled_from(b"5|0|-1|ffffffffffffffff|10000000|5;x=y|5 |x|".split(b"|"))
+        | st.binary(max_size=3)
+    )
+    data = st.binary(max_size=9) | st.sampled_from(
+        [b'{"inputs":"a",', b'"prompt":"a"}', b'"parameters":{"max_new_tokens":2}}', b"{"]
+    )
+    chunks = st.lists(
+        st.tuples(sizes, data, st.sampled_from([b"\r\n", b"\r\n", b"\r\n", b"\n", b""])), max_size=4
+    )
     ends = st.sampled_from([b"0\r\n\r\n", b"0\r\nx: \0\r\n\r\n", b"", b"0\r\n"])
-    names = st.sampled_from(b"x host content-length transfer-encoding accept authorization x-request-id range te".split())
+    names = st.sampled_from(
+        b"x host content-length transfer-encoding accept authorization x-request-id range te".split()  # noqa: E501
+    )
     colons = st.sampled_from([b": ", b":", b" : ", b""])
-    headers = st.lists(st.tuples(names | st.binary(max_size=6), colons, st.binary(max_size=20)), max_size=8)
-    methods = st.sampled_from(b"GET POST PUT HEAD DELETE OPTIONS TRACE PATCH CONNECT get M-SEARCH PRI".split())
-    versions = st.sampled_from(b"HTTP/1.1 HTTP/1.1 HTTP/1.1 HTTP/1.0 HTTP/2.0 HTTP/0.9 http/1.1".split())
+    headers = st.lists(
+        st.tuples(names | st.binary(max_size=6), colons, st.binary(max_size=20)), max_size=8
+    )
+    methods = st.sampled_from(
+        b"GET POST PUT HEAD DELETE OPTIONS TRACE PATCH CONNECT get M-SEARCH PRI".split()
+    )
+    versions = st.sampled_from(
+        b"HTTP/1.1 HTTP/1.1 HTTP/1.1 HTTP/1.0 HTTP/2.0 HTTP/0.9 http/1.1".split()
+    )
     query = st.just(b"") | st.binary(max_size=9)
     return {
         "JSON": documents(),
@@ -197,7 +338,9 @@ def raw_strategies() -> dict[str, SearchStrategy[bytes]]:
         "request": st.builds(edited, seeds, edits),
         "several": st.builds(edited, st.lists(seeds, min_size=2, max_size=4).map(b"".join), edits),
         "chunks": st.builds(_chunked, paths, chunks, ends),
-        "head": st.builds(_headed, methods, paths, query, versions, headers, st.binary(max_size=20)),
+        "head": st.builds(
+            _headed, methods, paths, query, versions, headers, st.binary(max_size=20)
+        ),
         "noise": st.binary(min_size=1, max_size=300),
     }
 
@@ -208,12 +351,18 @@ def schema_requests(operation: Any, mode: Any) -> SearchStrategy[bytes]:
 
     def raw(case: Any) -> bytes:
         parts = case.as_transport_kwargs(base_url="http://x")
-        known = {key: parts[key] for key in ("method", "url", "headers", "params", "cookies", "data", "files") if parts.get(key)}
+        known = {
+            key: parts[key]
+            for key in ("method", "url", "headers", "params", "cookies", "data", "files")
+            if parts.get(key)
+        }
         if "json" in parts:
             known["data"] = json.dumps(bounded(parts["json"])).encode()
             known["headers"] = {"content-type": "application/json", **known.get("headers", {})}
         prepared = requests.Request(**known).prepare()
-        body: Any = prepared.body.encode() if isinstance(prepared.body, str) else prepared.body or b""
+        body: Any = (
+            prepared.body.encode() if isinstance(prepared.body, str) else prepared.body or b""
+        )
         lines = [f"{prepared.method} {prepared.path_url} HTTP/1.1", "host: localhost"]
         headers: dict[str, Any] = dict(prepared.headers)
         lines += [f"{name}: {value}" for name, value in headers.items()]
@@ -224,9 +373,13 @@ def schema_requests(operation: Any, mode: Any) -> SearchStrategy[bytes]:
 
 # --- the server, and what is known of it
 
-TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}<|endoftext|>{% endfor %}"
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}<|endoftext|>{% "
+    "endfor %}"
+)
 CANARY = '"max_tokens":8,"seed":3,"temperature":1.5'
-# What is incomplete must not be waited for, and a request that got past every check must not take long.
+# What is incomplete must not be waited for, and a request that got past every check must not take
+# long.
 ARGUMENTS = ["--engine.max_context=192", "--engine.threads=1"]
 CONSTANTS = {f"server.http.connection.{name}": 0.5 for name in ("HEAD_SECONDS", "BODY_SECONDS")}
 ROUND, AT_ONCE, MOST_FAILURES = 200, 16, 50
@@ -240,7 +393,9 @@ class Found(Exception):
 
 @dataclass
 class Watched:
-    """A server under fire. `asked`: the requests of this round, for what cannot be laid to one of them."""
+    """A server under fire. `asked`: the requests of this round, for what cannot be laid to one of
+    them.
+    """
 
     server: ServerProcess
     counts: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
@@ -261,9 +416,14 @@ class Watched:
 
     def sing(self) -> list[Any]:
         """The text of fixed requests."""
-        requests = [post(path, document(path, CANARY, '"def f("')) for path in (GENERATE, COMPLETIONS, CHAT)]
+        requests = [
+            post(path, document(path, CANARY, '"def f("')) for path in (GENERATE, COMPLETIONS, CHAT)
+        ]
         replies = [exchange(self.server.port, request) for request in requests]
-        bodies = [json.loads(reply.body) if reply and reply.status == 200 else {"choices": reply} for reply in replies]
+        bodies = [
+            json.loads(reply.body) if reply and reply.status == 200 else {"choices": reply}
+            for reply in replies
+        ]
         return [body.get("generated_text", body.get("choices")) for body in bodies]
 
     def one(self, kind: str, request: bytes) -> tuple[float, str, str | None]:
@@ -271,14 +431,22 @@ class Watched:
         began, status = time.monotonic(), "none"
         try:
             reply = exchange(self.server.port, request)
-            problem = ("no answer" if kind in COMPLETE else None) if reply is None else answer_problem(reply)
+            problem = (
+                ("no answer" if kind in COMPLETE else None)
+                if reply is None
+                else answer_problem(reply)
+            )
             status = str(reply.status) if reply else "closed"
         except (TimeoutError, EOFError, ValueError) as error:
-            problem = {TimeoutError: "no answer in 10 s", EOFError: "an answer cut short"}.get(type(error), str(error)[:200])
+            problem = {TimeoutError: "no answer in 10 s", EOFError: "an answer cut short"}.get(
+                type(error), str(error)[:200]
+            )
         return time.monotonic() - began, status, problem
 
     def send(self, kind: str, requests: list[bytes]) -> None:
-        """Sends requests together. Raises Found for the first problem that has not been seen before."""
+        """Sends requests together. Raises Found for the first problem that has not been seen
+        before.
+        """
         self.asked += requests
         known = {(failure["kind"], failure["problem"]) for failure in self.failures}
         answers = self.pool.map(lambda request: self.one(kind, request), requests)
@@ -286,20 +454,37 @@ class Watched:
             self.counts[kind][status] += 1
             if status != "408":  # It waited for what does not come.
                 self.num_slow += seconds > 1
-                self.slowest = sorted([*self.slowest, (round(seconds, 3), kind, base64.b64encode(request[:2000]).decode())])[-10:]
+                self.slowest = sorted(
+                    [
+                        *self.slowest,
+                        (round(seconds, 3), kind, base64.b64encode(request[:2000]).decode()),
+                    ]
+                )[-10:]
             if problem and (kind, problem) not in known:
                 self.found = (problem, request)
                 raise Found(problem)
 
     def fail(self, kind: str, problem: str, requests: list[bytes]) -> None:
-        self.failures.append({"kind": kind, "problem": problem, "requests": [base64.b64encode(request).decode() for request in requests]})
+        self.failures.append(
+            {
+                "kind": kind,
+                "problem": problem,
+                "requests": [base64.b64encode(request).decode() for request in requests],
+            }
+        )
 
     def round(self, kind: str, strategy: SearchStrategy[bytes], number: int) -> None:
         """Some 200 requests of one kind; then the server must be as it was."""
         self.asked, num_lines = [], len(self.log)
 
         @seed(number)
-        @settings(max_examples=ROUND // 4, deadline=None, database=None, suppress_health_check=list(HealthCheck), print_blob=False)
+        @settings(
+            max_examples=ROUND // 4,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+            print_blob=False,
+        )
         @given(st.lists(strategy, min_size=1, max_size=AT_ONCE))
         def batch(requests: list[bytes]) -> None:
             self.send(kind, requests)
@@ -328,7 +513,9 @@ class Watched:
             yield f"the server does not answer any more: {error!r}"[:500]
         lines = self.log[num_lines:]
         # What the client did wrong may stand in it, as what an error was made from.
-        errors = {line.strip() for line in lines if re.match(r"(?!server\.errors)\w+(\.\w+)*: ", line)}
+        errors = {
+            line.strip() for line in lines if re.match(r"(?!server\.errors)\w+(\.\w+)*: ", line)
+        }
         if any("Traceback" in line for line in lines):
             yield f"a traceback in the log: {sorted(errors)}"[:500]
 
@@ -340,30 +527,57 @@ class Watched:
         self.pool.shutdown()
         quarter = max(1, len(self.memory) // 4)
         columns = list(zip(*self.memory, strict=True))
-        grown = [median(column[-quarter:]) - median(column[quarter : 2 * quarter] or column) for column in columns]
-        failed = [line for line in metrics.splitlines() if line.startswith('onehead_requests_total{outcome="failed"}')]
+        grown = [
+            median(column[-quarter:]) - median(column[quarter : 2 * quarter] or column)
+            for column in columns
+        ]
+        failed = [
+            line
+            for line in metrics.splitlines()
+            if line.startswith('onehead_requests_total{outcome="failed"}')
+        ]
         total = sum(sum(counter.values()) for counter in self.counts.values())
         return [
             Check(
-                "every answer fits, and nothing changes", not self.failures, f"{len(self.failures)} kinds of failure in {total} requests"
+                "every answer fits, and nothing changes",
+                not self.failures,
+                f"{len(self.failures)} kinds of failure in {total} requests",
             ),
-            Check("no request failed in the engine", bool(metrics) and not failed, " ".join(failed) or "none"),
-            Check("memory does not grow", max(grown) < GROWTH, ", ".join(f"{bytes / 2**20:+.1f} MiB" for bytes in grown)),
+            Check(
+                "no request failed in the engine",
+                bool(metrics) and not failed,
+                " ".join(failed) or "none",
+            ),
+            Check(
+                "memory does not grow",
+                max(grown) < GROWTH,
+                ", ".join(f"{bytes / 2**20:+.1f} MiB" for bytes in grown),
+            ),
             Check("the exit status is 0", status == 0, str(status)),
         ]
 
 
 def make_folder(folder: Path) -> Path:
-    """A tiny checkpoint with a chat template and marks for the middle, so that every route has something to do."""
+    """A tiny checkpoint with a chat template and marks for the middle, so that every route has
+    something to do.
+    """
     make_checkpoint(SHAPES[0], folder)
-    make_tokenizer(("<fim_prefix>", "<fim_suffix>", "<fim_middle>"), 261).save(str(folder / "tokenizer.json"))
+    make_tokenizer(("<fim_prefix>", "<fim_suffix>", "<fim_middle>"), 261).save(
+        str(folder / "tokenizer.json")
+    )
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
 
 def unresolved(value: Any, whole: Any) -> Iterator[str]:
     """The references of a document that lead nowhere in it."""
-    for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+    for key, item in (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    ):
         if key == "$ref":
             place = whole
             for part in item.removeprefix("#/").split("/"):
@@ -404,14 +618,24 @@ def fuzz(watched: Watched, minutes: float, first: int) -> list[str]:
             except Unsatisfiable:
                 unusable.add(name)
             seconds = time.monotonic() - began
-            bar.update(task, completed=min(round(minutes * 60), int(seconds)), description=name[:30].ljust(30))
-            if seconds > minutes * 60 or watched.server.process.poll() is not None or len(watched.failures) >= MOST_FAILURES:
+            bar.update(
+                task,
+                completed=min(round(minutes * 60), int(seconds)),
+                description=name[:30].ljust(30),
+            )
+            if (
+                seconds > minutes * 60
+                or watched.server.process.poll() is not None
+                or len(watched.failures) >= MOST_FAILURES
+            ):
                 break
     return sorted(unusable)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=0)
@@ -427,13 +651,38 @@ def main() -> int:
         finally:
             checks = watched.close()
     dangling = sorted(set(unresolved(described, described)))
-    checks.append(Check("every reference of /openapi.json resolves", not dangling, ", ".join(dangling) or "all do"))
-    checks.append(Check("every operation of it can be tried", not unusable, ", ".join(unusable) or "all were"))
+    checks.append(
+        Check(
+            "every reference of /openapi.json resolves",
+            not dangling,
+            ", ".join(dangling) or "all do",
+        )
+    )
+    checks.append(
+        Check("every operation of it can be tried", not unusable, ", ".join(unusable) or "all were")
+    )
     statuses = sorted({status for counter in watched.counts.values() for status in counter})
-    show(("kind", *statuses), [(kind, *(counter[status] for status in statuses)) for kind, counter in watched.counts.items()])
-    result = {"counts": watched.counts, "over_1_s": watched.num_slow, "slowest": watched.slowest, "failures": watched.failures}
+    show(
+        ("kind", *statuses),
+        [
+            (kind, *(counter[status] for status in statuses))
+            for kind, counter in watched.counts.items()
+        ],
+    )
+    result = {
+        "counts": watched.counts,
+        "over_1_s": watched.num_slow,
+        "slowest": watched.slowest,
+        "failures": watched.failures,
+    }
     result |= {"seed": options.seed, "minutes": options.minutes, "memory": watched.memory}
-    return conclude("fuzz-http", options.output, {"arguments": ARGUMENTS, "constants": CONSTANTS}, result, checks)
+    return conclude(
+        "fuzz-http",
+        options.output,
+        {"arguments": ARGUMENTS, "constants": CONSTANTS},
+        result,
+        checks,
+    )
 
 
 if __name__ == "__main__":

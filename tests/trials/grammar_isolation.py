@@ -1,9 +1,11 @@
-"""200 requests over 40 grammars, at random over 64 streams of one engine core: each must get what it gets alone, token by token.
+"""200 requests over 40 grammars, at random over 64 streams of one engine core: each must get what
+it gets alone, token by token.
 
     python -m tests.trials.grammar_isolation [--model FOLDER] [--output FILE]
 
-Without --model it runs on the embedded model's tokenizer and on one of 262,144 words that it makes. The model is a hash, the engine core,
-the scheduler and the grammars are the server's own; the engine is replaced four times on the way. No times are measured.
+Without --model it runs on the embedded model's tokenizer and on one of 262,144 words that it makes.
+The model is a hash, the engine core, the scheduler and the grammars are the server's own; the
+engine is replaced four times on the way. No times are measured.
 """
 
 import argparse
@@ -32,7 +34,9 @@ def measure(folder: Path) -> dict[str, Any]:
     for seed in range(ROUNDS):
         asked = requests(grammars, REQUESTS, TOKENS, seed)
         outcomes = together(asked, served, ends, seed, CRASHES)
-        for number, request in enumerate(track(asked, f"{vocab_size} words, round {seed + 1} of {ROUNDS}: each alone")):
+        for number, request in enumerate(
+            track(asked, f"{vocab_size} words, round {seed + 1} of {ROUNDS}: each alone")
+        ):
             num_tokens += len(outcomes[number][0])
             ended[outcomes[number][1]] += 1
             if alone(request, fresh(served), ends) != outcomes[number]:
@@ -49,12 +53,18 @@ def measure(folder: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, help="a folder with a tokenizer.json")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
-        folders = [EMBEDDED_MODEL, write_large_tokenizer(Path(made))] if options.model is None else [options.model]
+        folders = (
+            [EMBEDDED_MODEL, write_large_tokenizer(Path(made))]
+            if options.model is None
+            else [options.model]
+        )
         results = [measure(folder) for folder in folders]
     print(json.dumps(results, indent=1))
     if options.output is not None:

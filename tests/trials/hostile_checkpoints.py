@@ -1,10 +1,13 @@
-"""Checkpoint folders made to cost time and memory, or to fail late: every command must refuse each in one line, and soon.
+"""Checkpoint folders made to cost time and memory, or to fail late: every command must refuse each
+in one line, and soon.
 
-    python -m tests.trials.hostile_checkpoints [--commands serve plan] [--cases NAME ...] [--output FILE.json]
+    python -m tests.trials.hostile_checkpoints [--commands serve plan] [--cases NAME ...] [--output
+    FILE.json]
 
-Each case is a copy of the embedded model with one change. A command passes if it exits with status 78 and one line that names a file within
-10 s, and its processes together hold at most 1 GiB more than those that serve the embedded model. Cases that a command does not read, such
-as a chat template for `plan`, may succeed, within the same limits. Exit status 1 if a command did neither.
+Each case is a copy of the embedded model with one change. A command passes if it exits with status
+78 and one line that names a file within 10 s, and its processes together hold at most 1 GiB more
+than those that serve the embedded model. Cases that a command does not read, such as a chat
+template for `plan`, may succeed, within the same limits. Exit status 1 if a command did neither.
 """
 
 import argparse
@@ -31,7 +34,13 @@ SECONDS, MEMORY_MB = 10, 1024
 LONGEST_SECONDS, LONGEST_LINE = 60, 600
 BASE_MB = 450
 """Resident memory of the processes that serve the embedded model."""
-FILES: tuple[str, ...] = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "chat_template.jinja")
+FILES: tuple[str, ...] = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "chat_template.jinja",
+)
 FILES += ("SHA256SUMS", "model.safetensors", "model.safetensors.index.json")
 COMMANDS: dict[str, list[str]] = {
     "serve": ["--port", "0"],
@@ -78,7 +87,9 @@ def prepended(length: int) -> Change:
 def index(weight_map: object) -> Change:
     def change(folder: Path) -> None:
         (folder / "model.safetensors").unlink()
-        content("model.safetensors.index.json", json.dumps({"weight_map": weight_map}).encode())(folder)
+        content("model.safetensors.index.json", json.dumps({"weight_map": weight_map}).encode())(
+            folder
+        )
 
     return change
 
@@ -107,13 +118,23 @@ def post_processor(id: int) -> Change:
     sequence = {"Sequence": {"id": "A", "type_id": 0}}
     single = [{"SpecialToken": {"id": "B", "type_id": 0}}, sequence]
     tokens = {"B": {"id": "B", "ids": [id], "tokens": ["B"]}}
-    found = {"type": "TemplateProcessing", "single": single, "pair": [sequence, sequence], "special_tokens": tokens}
+    found = {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [sequence, sequence],
+        "special_tokens": tokens,
+    }
     return values("tokenizer.json", post_processor=found)
 
 
 def added_tokens(count: int) -> Change:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return values("tokenizer.json", added_tokens=[{"id": i, "content": f"<{i}>", "special": True} | flags for i in range(count)])
+    return values(
+        "tokenizer.json",
+        added_tokens=[
+            {"id": i, "content": f"<{i}>", "special": True} | flags for i in range(count)
+        ],
+    )
 
 
 def long_merge(folder: Path) -> None:
@@ -134,18 +155,30 @@ def cases() -> Iterator[tuple[str, Change]]:
     yield "index: name with a lone surrogate", index({"a": "\ud800.safetensors"})
     yield (
         "index: tensor with a long name",
-        content("model.safetensors.index.json", b'{"weight_map": {"' + b"t" * 9999 + b'": "model.safetensors"}}'),
+        content(
+            "model.safetensors.index.json",
+            b'{"weight_map": {"' + b"t" * 9999 + b'": "model.safetensors"}}',
+        ),
     )
-    yield "template: 20,000 parentheses", template("{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}")
+    yield (
+        "template: 20,000 parentheses",
+        template("{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}"),
+    )
     yield "template: 30 nested for", template("{% for i in [1] %}" * 30 + "{% endfor %}" * 30)
     yield "template: 200 nested if", template("{% if 1 %}" * 200 + "{% endif %}" * 200)
     yield "template: 50,000 minus signs", template("{{ " + "-" * 50_000 + "1 }}")
-    yield "template: name is an object", template([{"name": {"a": 1}, "template": "x"}, {"name": "default", "template": "{{"}])
+    yield (
+        "template: name is an object",
+        template([{"name": {"a": 1}, "template": "x"}, {"name": "default", "template": "{{"}]),
+    )
     yield "template: a constant of 1 GB", template("{{ 'a'*10**9 }}x")
     yield "template: centered in 1 GB", template("{{ 'a'|center(1000000000) }}")
     yield "template: a huge power", template("{{ 10**(10**8) }}")
     yield "template: not UTF-8", content("chat_template.jinja", b"\xff")
-    yield "tokenizer_config: 500 MB", content("tokenizer_config.json", b'{"a":"' + b"x" * (500 * 2**20) + b'"}')
+    yield (
+        "tokenizer_config: 500 MB",
+        content("tokenizer_config.json", b'{"a":"' + b"x" * (500 * 2**20) + b'"}'),
+    )
     yield "header: 1.5 million tensors", lambda folder: header(1_500_000)(folder)
     yield "header: 200,000 tensors", lambda folder: header(200_000)(folder)
     yield "normalizer: prepends 30 MB", prepended(30 * 2**20)
@@ -160,8 +193,14 @@ def cases() -> Iterator[tuple[str, Change]]:
     yield "a pattern of nested repetitions", pattern("((((a{1,1000}){1,1000}){1,1000}){1,1000})")
     yield "config: a list of 900 levels", values("config.json", model_type=nested(900))
     yield "config: an integer of 4,000 digits", values("config.json", vocab_size=10**4000)
-    yield "config: an integer of 5,000 digits", content("config.json", b'{"vocab_size": ' + b"1" * 5000 + b"}")
-    yield "config: 1024 layers of 2**30 columns", values("config.json", n_layer=1024, n_embd=2**30, n_positions=2**31 - 1)
+    yield (
+        "config: an integer of 5,000 digits",
+        content("config.json", b'{"vocab_size": ' + b"1" * 5000 + b"}"),
+    )
+    yield (
+        "config: 1024 layers of 2**30 columns",
+        values("config.json", n_layer=1024, n_embd=2**30, n_positions=2**31 - 1),
+    )
     for kind in ("fifo", "device", "folder"):
         for name in FILES:
             yield f"{kind}: {name}", special(kind, name)
@@ -171,21 +210,37 @@ def memory_mb(pid: int) -> int:
     """Resident memory of a process and its descendants."""
     own = 0
     with contextlib.suppress(OSError, IndexError):  # It has ended.
-        own = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+        own = (
+            int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            >> 20
+        )
     return own + sum(map(memory_mb, children(pid)))
 
 
 def run(command: str, folder: Path, scratch: Path) -> dict[str, Any]:
     """Runs a command on a folder until it ends, or serves."""
     option = "--init" if command == "train" else "--model"
-    words = [command, option, str(folder), *(word.format(scratch=scratch) for word in COMMANDS[command])]
+    words = [
+        command,
+        option,
+        str(folder),
+        *(word.format(scratch=scratch) for word in COMMANDS[command]),
+    ]
     began, peak = time.monotonic(), 0
     with (scratch / "output").open("w+") as output:
-        process = subprocess.Popen([sys.executable, "-m", "commands.cli", *words], stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "commands.cli", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+        )
         try:
             while process.poll() is None and time.monotonic() - began < LONGEST_SECONDS:
                 peak = max(peak, memory_mb(process.pid))
-                if any(served_port(line) for line in (scratch / "output").read_text(errors="replace").splitlines()):
+                if any(
+                    served_port(line)
+                    for line in (scratch / "output").read_text(errors="replace").splitlines()
+                ):
                     break
                 time.sleep(0.05)
             seconds, status = time.monotonic() - began, process.poll()
@@ -194,7 +249,13 @@ def run(command: str, folder: Path, scratch: Path) -> dict[str, Any]:
             process.wait()
         lines = (scratch / "output").read_text(errors="replace").splitlines()
     refusal = lines[-1] if lines and status else ""
-    return {"seconds": round(seconds, 1), "mb": peak, "status": status, "line": refusal, "traceback": any("Traceback" in x for x in lines)}
+    return {
+        "seconds": round(seconds, 1),
+        "mb": peak,
+        "status": status,
+        "line": refusal,
+        "traceback": any("Traceback" in x for x in lines),
+    }
 
 
 def problem(result: dict[str, Any]) -> str:
@@ -204,11 +265,18 @@ def problem(result: dict[str, Any]) -> str:
     if result["status"] not in (0, None, 78):
         return "wrong status"
     named = any(name in result["line"] for name in (*FILES, "config.json", "FOLDER: transformer"))
-    return "no line" if result["status"] == 78 and (result["traceback"] or not named or len(result["line"]) > LONGEST_LINE) else ""
+    return (
+        "no line"
+        if result["status"] == 78
+        and (result["traceback"] or not named or len(result["line"]) > LONGEST_LINE)
+        else ""
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--commands", nargs="+", choices=COMMANDS, default=["serve"])
     parser.add_argument("--cases", nargs="+", default=[""], help="beginnings of names")
     parser.add_argument("--output", type=Path)
@@ -222,14 +290,21 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as scratch:
                 folder = Path(shutil.copytree(EMBEDDED, Path(scratch) / "model"))
                 change(folder)
-                if command == "convert" and not name.endswith(": config.json"):  # A model that has several heads to convert.
+                if command == "convert" and not name.endswith(
+                    ": config.json"
+                ):  # A model that has several heads to convert.
                     with contextlib.suppress(OSError, ValueError):
                         values("config.json", multi_query=False)(folder)
                 result = {"command": command, "case": name} | run(command, folder, Path(scratch))
             result["line"] = result["line"].replace(str(folder), "FOLDER")
             result["problem"] = problem(result)
             results.append(result)
-            table.add_row(*(str(result[key]) for key in ("command", "case", "status", "seconds", "mb", "problem", "line")))
+            table.add_row(
+                *(
+                    str(result[key])
+                    for key in ("command", "case", "status", "seconds", "mb", "problem", "line")
+                )
+            )
     console.print(table)
     if options.output:
         options.output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")

@@ -1,11 +1,14 @@
-"""GGUF files made by chance to cost time and memory, to crash, or to be read wrongly: each must be refused in one line, or read as it is.
+"""GGUF files made by chance to cost time and memory, to crash, or to be read wrongly: each must be
+refused in one line, or read as it is.
 
     python -m tests.trials.hostile_gguf [--count 1000] [--seed 0] [--folder FOLDER]
 
-A tiny checkpoint is changed at random: counts, lengths, types, names, offsets, dimensions and values of its header, strings of 2**63 bytes,
-bits, truncation. Each file is loaded to a decoder in a process of its own, within 10 s of processor time and 192 MiB of address space more
-than the process had before and twice the file. It passes if loading raises a CheckpointError of one line that names the file, or if every
-tensor then has the type, shape and bytes that the `gguf` package finds. Exit status 1 if a file did neither; those are kept in FOLDER.
+A tiny checkpoint is changed at random: counts, lengths, types, names, offsets, dimensions and
+values of its header, strings of 2**63 bytes, bits, truncation. Each file is loaded to a decoder in
+a process of its own, within 10 s of processor time and 192 MiB of address space more than the
+process had before and twice the file. It passes if loading raises a CheckpointError of one line
+that names the file, or if every tensor then has the type, shape and bytes that the `gguf` package
+finds. Exit status 1 if a file did neither; those are kept in FOLDER.
 """
 
 import argparse
@@ -42,13 +45,45 @@ from tests.support.gguf_models import make_folder, write_gguf
 
 SECONDS, MEMORY_BYTES, LONGEST_LINE = 10, 192 * 2**20, 600
 CRASHED, WRONG, TOO_LONG = 3, 4, 5
-EVIL = (0, 1, 2, 7, 31, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**61, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64 - 8)
-TEXTS = ("", "x", "\0", "a\nb", "é" * 40, "x" * 5000, "blk.0.attn_q.weight", "blk.999999.attn_q.weight", "\ufeff", "..", "%s%s%n")
+EVIL = (
+    0,
+    1,
+    2,
+    7,
+    31,
+    255,
+    2**16,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+    2**32,
+    2**61,
+    2**62,
+    2**63 - 1,
+    2**63,
+    2**64 - 1,
+    2**64 - 8,
+)
+TEXTS = (
+    "",
+    "x",
+    "\0",
+    "a\nb",
+    "é" * 40,
+    "x" * 5000,
+    "blk.0.attn_q.weight",
+    "blk.999999.attn_q.weight",
+    "\ufeff",
+    "..",
+    "%s%s%n",
+)
 
 
 @dataclass
 class Parts:
-    """What a file is made of: packed metadata pairs, descriptions of tensors (name, dimensions, type, offset), and data."""
+    """What a file is made of: packed metadata pairs, descriptions of tensors (name, dimensions,
+    type, offset), and data.
+    """
 
     pairs: list[bytes]
     tensors: list[list[Any]]
@@ -58,7 +93,14 @@ class Parts:
     def packed(self) -> bytes:
         """The file, with each number cut to the bits of its field."""
         described = [
-            text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *(n % 2**64 for n in shape), kind % 2**32, offset % 2**64)
+            text(name)
+            + struct.pack(
+                f"<I{len(shape)}QIQ",
+                len(shape),
+                *(n % 2**64 for n in shape),
+                kind % 2**32,
+                offset % 2**64,
+            )
             for name, shape, kind, offset in self.tensors
         ]
         return raw_file(self.pairs, described, self.data, **self.says)
@@ -67,11 +109,24 @@ class Parts:
 def base(folder: Path, family: str, kind: str) -> Parts:
     """A small checkpoint as llama.cpp's converter writes it."""
     make_folder(folder / "source", CONFIGS[family][0] | {"vocab_size": 40})
-    write_gguf(folder / "source", folder / "base.gguf", kind, tokens=["a", "bc", ""], numbers=[1.5, 2.5], flag=True)
+    write_gguf(
+        folder / "source",
+        folder / "base.gguf",
+        kind,
+        tokens=["a", "bc", ""],
+        numbers=[1.5, 2.5],
+        flag=True,
+    )
     file = GGUFFile.open(folder / "base.gguf")
     number = {found.name: number for number, found in BLOCK_TYPES.items()}
-    tensors = [[name, [*entry.shape[::-1]], number[entry.dtype], entry.begin - file.header_bytes] for name, entry in file.tensors.items()]
-    pairs = [pair(key, value if isinstance(value, bool | int | float | str) else list(value)) for key, value in file.metadata.items()]
+    tensors = [
+        [name, [*entry.shape[::-1]], number[entry.dtype], entry.begin - file.header_bytes]
+        for name, entry in file.tensors.items()
+    ]
+    pairs = [
+        pair(key, value if isinstance(value, bool | int | float | str) else list(value))
+        for key, value in file.metadata.items()
+    ]
     return Parts(pairs, tensors, (folder / "base.gguf").read_bytes()[file.header_bytes :])
 
 
@@ -109,11 +164,21 @@ def _malformed(parts: Parts, rng: random.Random) -> None:
             struct.pack("<I", rng.choice([13, 99, 2**32 - 1])),
         ]
     )
-    parts.pairs.insert(rng.randrange(len(parts.pairs) + 1), text(rng.choice(["k", "general.alignment", "", "k" * 300])) + found)
+    parts.pairs.insert(
+        rng.randrange(len(parts.pairs) + 1),
+        text(rng.choice(["k", "general.alignment", "", "k" * 300])) + found,
+    )
 
 
 def _key(parts: Parts, rng: random.Random) -> None:
-    keys = ["general.alignment", "split.count", "split.no", "general.type", "llama.expert_count", "llama.rope.scaling.type"]
+    keys = [
+        "general.alignment",
+        "split.count",
+        "split.no",
+        "general.type",
+        "llama.expert_count",
+        "llama.rope.scaling.type",
+    ]
     made = pair(rng.choice(keys), rng.choice([rng.choice(EVIL) % 2**32, "yarn", [True]]))
     rng.choice([parts.pairs.append, lambda found: parts.pairs.insert(0, found)])(made)
 
@@ -130,7 +195,13 @@ def _twice(parts: Parts, rng: random.Random) -> None:
 
 def _offset(parts: Parts, rng: random.Random) -> None:
     found = rng.choice(parts.tensors)
-    found[3] = rng.choice([found[3] + rng.choice([1, 4, -4, 32, -32, 2**40]), rng.choice(parts.tensors)[3], rng.choice(EVIL)])
+    found[3] = rng.choice(
+        [
+            found[3] + rng.choice([1, 4, -4, 32, -32, 2**40]),
+            rng.choice(parts.tensors)[3],
+            rng.choice(EVIL),
+        ]
+    )
 
 
 def _shape(parts: Parts, rng: random.Random) -> None:
@@ -162,10 +233,25 @@ def _swap(parts: Parts, rng: random.Random) -> None:
     if rng.random() < 0.5:
         parts.tensors[one], parts.tensors[other] = parts.tensors[other], parts.tensors[one]
     else:
-        parts.tensors[one][0], parts.tensors[other][0] = parts.tensors[other][0], parts.tensors[one][0]
+        parts.tensors[one][0], parts.tensors[other][0] = (
+            parts.tensors[other][0],
+            parts.tensors[one][0],
+        )
 
 
-CHANGES = (_counts, _value, _malformed, _key, _missing, _twice, _offset, _shape, _kind, _name, _swap)
+CHANGES = (
+    _counts,
+    _value,
+    _malformed,
+    _key,
+    _missing,
+    _twice,
+    _offset,
+    _shape,
+    _kind,
+    _name,
+    _swap,
+)
 
 
 def _bytes(data: bytearray, rng: random.Random) -> bytearray:
@@ -211,7 +297,10 @@ def bombs(bases: list[Parts]) -> Iterator[tuple[str, bytes]]:
     for count, item in ((4_190_000, text("")), (3_300_000, text("é")), (200_000, text("é"))):
         strings = text("k") + struct.pack("<IIQ", 9, 8, count) + item * count
         yield f"{count} strings", Parts([*llama.pairs, strings], llama.tensors, llama.data).packed()
-    yield "33 million booleans", raw_file([text("k") + struct.pack("<IIQ", 9, 7, 33_000_000) + b"\1" * 33_000_000], [])
+    yield (
+        "33 million booleans",
+        raw_file([text("k") + struct.pack("<IIQ", 9, 7, 33_000_000) + b"\1" * 33_000_000], []),
+    )
     yield "a string of 40 MB", raw_file([pair("k", "x" * 40_000_000)], [])
     yield "65,536 keys", raw_file([pair(f"{number}", 1) for number in range(2**16)], [])
     many = [[f"{number:x}", [1], 0, 32 * number] for number in range(2**17)]
@@ -219,22 +308,32 @@ def bombs(bases: list[Parts]) -> Iterator[tuple[str, bytes]]:
 
 
 def load(path: Path) -> str:
-    """Loads a file to a decoder. Returns the line of its refusal, "" if it was loaded. Raises AssertionError if the `gguf` package reads
-    another one.
+    """Loads a file to a decoder. Returns the line of its refusal, "" if it was loaded. Raises
+    AssertionError if the `gguf` package reads another one.
     """
     try:
         found = GGUF.open(path)
         config = config_of(found)
         (path.parent / "config.json").write_text(json.dumps(config))
-        load_decoder(path.parent, spec_of(path.parent, config, warn=False), torch.float32, torch.device("cpu"))
+        load_decoder(
+            path.parent,
+            spec_of(path.parent, config, warn=False),
+            torch.float32,
+            torch.device("cpu"),
+        )
     except CheckpointError as error:
         return str(error)
-    signal.setitimer(signal.ITIMER_PROF, 0)  # The package takes seconds and gigabytes for a million strings.
+    signal.setitimer(
+        signal.ITIMER_PROF, 0
+    )  # The package takes seconds and gigabytes for a million strings.
     resource.setrlimit(resource.RLIMIT_AS, (resource.getrlimit(resource.RLIMIT_AS)[1],) * 2)
     data = path.read_bytes()
     for item in GGUFReader(path).tensors:
         entry = found.tensors[item.name]
-        assert (entry.dtype, entry.shape) == (item.tensor_type.name, tuple(item.shape.tolist()[::-1])), item.name
+        assert (entry.dtype, entry.shape) == (
+            item.tensor_type.name,
+            tuple(item.shape.tolist()[::-1]),
+        ), item.name
         assert data[entry.begin : entry.begin + entry.num_bytes] == item.data.tobytes(), item.name
     return ""
 
@@ -249,10 +348,18 @@ def isolated(path: Path) -> tuple[int, str]:
             signal.setitimer(signal.ITIMER_PROF, SECONDS)
             used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
             most = used + MEMORY_BYTES + 2 * path.stat().st_size
-            resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
+            resource.setrlimit(
+                resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1])
+            )
             line = load(path)
             os.write(writing, line.encode()[:4096])
-            status = TOO_LONG if len(line) > LONGEST_LINE or "\n" in line or (line and str(path.parent) not in line) else 0
+            status = (
+                TOO_LONG
+                if len(line) > LONGEST_LINE
+                or "\n" in line
+                or (line and str(path.parent) not in line)
+                else 0
+            )
         except AssertionError as error:
             os.write(writing, f"read otherwise than gguf does: {error}".encode()[:4096])
             status = WRONG
@@ -269,14 +376,21 @@ def isolated(path: Path) -> tuple[int, str]:
 def bases(folder: Path) -> list[Parts]:
     """The checkpoints that are changed."""
     made = []
-    for family, kind in (("llama", "Q8_0"), ("falcon", "F32"), ("gemma3_text", "Q4_0"), ("santacoder", "F16")):
+    for family, kind in (
+        ("llama", "Q8_0"),
+        ("falcon", "F32"),
+        ("gemma3_text", "Q4_0"),
+        ("santacoder", "F16"),
+    ):
         (folder / family).mkdir()
         made.append(base(folder / family, family, kind))
     return made
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("hostile-gguf"))
@@ -288,7 +402,10 @@ def main() -> None:
         found, path = bases(Path(scratch)), Path(scratch) / "model" / "m.gguf"
         path.parent.mkdir()
         seeds = range(options.seed, options.seed + options.count)
-        for seed, (change, data) in chain(zip(seeds, (mutant(found, seed) for seed in seeds), strict=True), enumerate(bombs(found))):
+        for seed, (change, data) in chain(
+            zip(seeds, (mutant(found, seed) for seed in seeds), strict=True),
+            enumerate(bombs(found)),
+        ):
             path.write_bytes(data)
             status, line = isolated(path)
             outcomes["problem" if status else "refused" if line else "loaded"] += 1

@@ -1,17 +1,21 @@
-"""Kill the engine at every index of the output under many streams: each must end with exactly the tokens of an undisturbed run.
+"""Kill the engine at every index of the output under many streams: each must end with exactly the
+tokens of an undisturbed run.
 
-    python -m tests.trials.kill_sweep --output DIR [--how kill|stop|load|prefill|twice|poison|all] [--streams 32] [--tokens 48] [--every 1]
+    python -m tests.trials.kill_sweep --output DIR [--how kill|stop|load|prefill|twice|poison|all]
+    [--streams 32] [--tokens 48] [--every 1]
 
-Half of the streams are greedy, half draw at 0.8 with seeds; half speak TGI's dialect, half OpenAI's. A round starts them all together
-and strikes when one of them, another in each round, gets its i-th token. What it strikes with:
+Half of the streams are greedy, half draw at 0.8 with seeds; half speak TGI's dialect, half
+OpenAI's. A round starts them all together and strikes when one of them, another in each round, gets
+its i-th token. What it strikes with:
 
-    kill     SIGKILL                            stop     SIGSTOP, with --server.stall_after 1
-    load     SIGKILL, and again in mid-load     twice    SIGKILL, and again as soon as the next is ready
-    prefill  SIGKILL while long prompts are computed
-    poison   a request that kills every engine that computes it, by tests/faults/faulty_server.py
+    kill     SIGKILL                            stop     SIGSTOP, with --server.stall_after 1 load
+    SIGKILL, and again in mid-load     twice    SIGKILL, and again as soon as the next is ready
+    prefill  SIGKILL while long prompts are computed poison   a request that kills every engine that
+    computes it, by tests/faults/faulty_server.py
 
-Reports how long the interrupted streams were silent, and every token that differs. Exit status 1 for an answer that is not the
-undisturbed one, a strike that was none, pages that are not given back, or a server that ends otherwise than with 0.
+Reports how long the interrupted streams were silent, and every token that differs. Exit status 1
+for an answer that is not the undisturbed one, a strike that was none, pages that are not given
+back, or a server that ends otherwise than with 0.
 """
 
 import argparse
@@ -40,7 +44,8 @@ PREFILL_DELAYS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 """Seconds after the requests are sent at which a strike falls on prompts."""
 QUARANTINED = '"code":"request_quarantined"'
 MOST_DEATHS = 6
-"""Most crashes that one poisonous request may cause: two with all others, two alone, and two of suspects that ran beside it."""
+"""Most crashes that one poisonous request may cause: two with all others, two alone, and two of
+suspects that ran beside it."""
 
 
 @dataclass(slots=True)
@@ -83,7 +88,8 @@ class Target:
         self.engine = await self.server.engine_other_than(self.engine)
 
 
-# --- ways to strike: each is called when the moment has come, and returns when an engine is ready again
+# --- ways to strike: each is called when the moment has come, and returns when an engine is ready
+# again
 
 
 async def by_kill(target: Target, round: Round) -> None:
@@ -115,10 +121,18 @@ async def by_twice(target: Target, round: Round) -> None:
 
 
 Way = Callable[[Target, Round], Awaitable[None]]
-WAYS: dict[str, Way] = {"kill": by_kill, "stop": by_stop, "load": by_load, "twice": by_twice, "prefill": by_kill}
+WAYS: dict[str, Way] = {
+    "kill": by_kill,
+    "stop": by_stop,
+    "load": by_load,
+    "twice": by_twice,
+    "prefill": by_kill,
+}
 
 
-async def run_round(target: Target, questions: list[Ask], oracles: list[Answer], how: str, index: int) -> Round:
+async def run_round(
+    target: Target, questions: list[Ask], oracles: list[Answer], how: str, index: int
+) -> Round:
     """Starts all streams, strikes at the index, and judges every answer."""
     round, moment = Round(how, index), asyncio.Event()
     designated = index % len(questions)
@@ -126,19 +140,24 @@ async def run_round(target: Target, questions: list[Ask], oracles: list[Answer],
 
     def on_token(number: int, answer: Answer) -> None:
         counts[number] = len(answer.ids)
-        # A stream of two dialects hands out its end as an event of its own: the count may be met twice.
+        # A stream of two dialects hands out its end as an event of its own: the count may be met
+        # twice.
         if number == designated and counts[number] == index and how != "prefill":
             moment.set()
 
     def listener(number: int) -> Callable[[Answer], None]:
         return lambda answer: on_token(number, answer)
 
-    tasks = [asyncio.create_task(ask(target.server.port, question, listener(i))) for i, question in enumerate(questions)]
+    tasks = [
+        asyncio.create_task(ask(target.server.port, question, listener(i)))
+        for i, question in enumerate(questions)
+    ]
     if how == "prefill" or index == 0:
         await asyncio.sleep(PREFILL_DELAYS[index % len(PREFILL_DELAYS)])
         moment.set()
     answering: asyncio.Future[Any] = asyncio.gather(*tasks)
-    # Where the stream fails before its index, the strike falls after the last answer and the judge says why.
+    # Where the stream fails before its index, the strike falls after the last answer and the judge
+    # says why.
     ends: list[asyncio.Future[Any]] = [asyncio.create_task(moment.wait()), answering]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     round.reached = list(counts)
@@ -149,12 +168,18 @@ async def run_round(target: Target, questions: list[Ask], oracles: list[Answer],
 
 
 def poison(index: int) -> str:
-    """A prompt that kills engines when it has `index` tokens of output. None of them is within another."""
+    """A prompt that kills engines when it has `index` tokens of output. None of them is within
+    another.
+    """
     return f"zq{index:04d}qz"
 
 
-async def run_poisoned(target: Target, questions: list[Ask], oracles: list[Answer], index: int) -> Round:
-    """Starts all streams and the poisonous request among them: it must fail by name, and the others see no more than a pause."""
+async def run_poisoned(
+    target: Target, questions: list[Ask], oracles: list[Answer], index: int
+) -> Round:
+    """Starts all streams and the poisonous request among them: it must fail by name, and the others
+    see no more than a pause.
+    """
     round, server = Round("poison", index, reached=[index] * len(questions)), target.server
     restarts = await restarts_of(server)
     tasks = [asyncio.create_task(ask(server.port, question)) for question in questions]
@@ -167,7 +192,9 @@ async def run_poisoned(target: Target, questions: list[Ask], oracles: list[Answe
     judge(round, questions, answers, oracles)
     failure = (answer.failure or "it was answered").replace(" ", "")
     if QUARANTINED not in failure or len(answer.ids) != index:
-        round.problems.append({"stream": "poison", "problem": answer.failure, "tokens": len(answer.ids)})
+        round.problems.append(
+            {"stream": "poison", "problem": answer.failure, "tokens": len(answer.ids)}
+        )
     return round
 
 
@@ -176,12 +203,22 @@ async def restarts_of(server: Server) -> int:
 
 
 def judge(round: Round, questions: list[Ask], answers: list[Answer], oracles: list[Answer]) -> None:
-    """Every difference from the oracle, and the silence of every stream that waited for the next engine."""
-    # What the dead engine had sent arrives within milliseconds, what the next one sends after it is ready.
+    """Every difference from the oracle, and the silence of every stream that waited for the next
+    engine.
+    """
+    # What the dead engine had sent arrives within milliseconds, what the next one sends after it is
+    # ready.
     between = (round.strikes[-1] + round.ready) / 2
-    for number, (question, answer, oracle) in enumerate(zip(questions, answers, oracles, strict=True)):
+    for number, (question, answer, oracle) in enumerate(
+        zip(questions, answers, oracles, strict=True)
+    ):
         if (problem := answer.problem(oracle)) is not None:
-            place = {"stream": number, "dialect": question.dialect, "seed": question.seed, "had": round.reached[number]}
+            place = {
+                "stream": number,
+                "dialect": question.dialect,
+                "seed": question.seed,
+                "had": round.reached[number],
+            }
             round.problems.append(place | difference(answer, oracle) | {"problem": problem})
         if answer.times and answer.times[-1] > between:
             times = [answer.sent, *answer.times]
@@ -228,7 +265,11 @@ class Sweep:
 
     @property
     def problems(self) -> list[dict[str, Any]]:
-        return [{"how": r.how, "index": r.index, **problem} for r in self.rounds for problem in r.problems]
+        return [
+            {"how": r.how, "index": r.index, **problem}
+            for r in self.rounds
+            for problem in r.problems
+        ]
 
     @property
     def recoveries(self) -> list[float]:
@@ -253,8 +294,14 @@ def questions_of(options: argparse.Namespace, how: str) -> list[Ask]:
 async def sweep(options: argparse.Namespace, how: str, folder: Path, scratch: Path) -> Sweep:
     """A server, the undisturbed run, then round after round."""
     extra = ["--server.stall_after", str(STALL_AFTER)] if how == "stop" else []
-    rules = as_json(tuple(Rule("die", marker=poison(index), after=index) for index in indexes(options, how)))
-    launcher = ("tests.faults.faulty_server", rules, str(scratch)) if how == "poison" else ("commands.cli",)
+    rules = as_json(
+        tuple(Rule("die", marker=poison(index), after=index) for index in indexes(options, how))
+    )
+    launcher = (
+        ("tests.faults.faulty_server", rules, str(scratch))
+        if how == "poison"
+        else ("commands.cli",)
+    )
     arguments = "--server.lb_grace", "0", *extra, *options.serve
     server = await Server.start(folder / f"kill_sweep-{how}.log", *arguments, launcher=launcher)
     found, questions = Sweep(how, info=await server.info()), questions_of(options, how)
@@ -278,23 +325,51 @@ def checks_of(found: Sweep) -> list[Check]:
     how, problems = found.how, found.problems
     answers = sum(len(round.reached) for round in found.rounds)
     checks = [
-        Check(f"{how}: answers are those of the undisturbed run", not problems, f"{len(problems)} of {answers} are not"),
-        Check(f"{how}: streams were interrupted", bool(found.gaps), f"{len(found.gaps)} of {answers}"),
-        Check(f"{how}: idle afterwards, exit status 0", found.idle and found.status == 0, f"idle {found.idle}, status {found.status}"),
+        Check(
+            f"{how}: answers are those of the undisturbed run",
+            not problems,
+            f"{len(problems)} of {answers} are not",
+        ),
+        Check(
+            f"{how}: streams were interrupted", bool(found.gaps), f"{len(found.gaps)} of {answers}"
+        ),
+        Check(
+            f"{how}: idle afterwards, exit status 0",
+            found.idle and found.status == 0,
+            f"idle {found.idle}, status {found.status}",
+        ),
     ]
     if how == "poison":
         most = max(round.deaths for round in found.rounds)
-        checks.append(Check(f"poison: at most {MOST_DEATHS} engines die of one request", 2 <= most <= MOST_DEATHS, f"{most}"))
+        checks.append(
+            Check(
+                f"poison: at most {MOST_DEATHS} engines die of one request",
+                2 <= most <= MOST_DEATHS,
+                f"{most}",
+            )
+        )
     else:
         checks.append(
-            Check(f"{how}: one restart for each strike", found.restarts == found.strikes, f"{found.restarts} for {found.strikes}")
+            Check(
+                f"{how}: one restart for each strike",
+                found.restarts == found.strikes,
+                f"{found.restarts} for {found.strikes}",
+            )
         )
     if how == "load":
         loading = sum(round.struck_while[-1] == "loading" for round in found.rounds)
-        checks.append(Check("load: struck in mid-load", loading > 0, f"{loading} of {len(found.rounds)}"))
+        checks.append(
+            Check("load: struck in mid-load", loading > 0, f"{loading} of {len(found.rounds)}")
+        )
     if how == "stop":
         slowest = max(round.unready_after or 0.0 for round in found.rounds)
-        checks.append(Check("stop: /ready is 503 within stall_after + 1 s", slowest <= STALL_AFTER + 1, f"{slowest:.2f} s at most"))
+        checks.append(
+            Check(
+                "stop: /ready is 503 within stall_after + 1 s",
+                slowest <= STALL_AFTER + 1,
+                f"{slowest:.2f} s at most",
+            )
+        )
     return checks
 
 
@@ -307,10 +382,19 @@ def draw(sweeps: list[Sweep]) -> Callable[[Any], None]:
             rounds = [round for round in found.rounds if round.gaps]
             for each in rounds:
                 axes.plot([each.index] * len(each.gaps), each.gaps, ".", color="0.6", markersize=3)
-            axes.plot([r.index for r in rounds], [statistics.median(r.gaps) for r in rounds], "-", color="C0", label="median")
+            axes.plot(
+                [r.index for r in rounds],
+                [statistics.median(r.gaps) for r in rounds],
+                "-",
+                color="C0",
+                label="median",
+            )
             axes.set(title=found.how, ylabel="silence, s", ylim=(0, None))
             axes.grid(alpha=0.3)
-        panels[-1].set_xlabel("index at which the engine was struck" + (" (prefill: round)" if len(sweeps) > 1 else ""))
+        panels[-1].set_xlabel(
+            "index at which the engine was struck"
+            + (" (prefill: round)" if len(sweeps) > 1 else "")
+        )
         panels[0].legend(loc="lower right")
 
     return onto
@@ -321,19 +405,50 @@ def report(options: argparse.Namespace, sweeps: list[Sweep]) -> int:
     for found in sweeps:
         gaps, recoveries = found.gaps or [0.0], found.recoveries or [0.0]
         row = found.how, len(found.rounds), found.strikes, len(found.gaps), len(found.problems)
-        rows.append((*row, statistics.median(gaps), max(gaps), statistics.median(recoveries), max(recoveries)))
-    headings = "how", "rounds", "strikes", "interrupted", "differ", "silence p50", "max s", "ready p50", "max s"
-    show(headings, rows, "silence: the longest of each interrupted stream; ready: last strike to /ready 200")
+        rows.append(
+            (
+                *row,
+                statistics.median(gaps),
+                max(gaps),
+                statistics.median(recoveries),
+                max(recoveries),
+            )
+        )
+    headings = (
+        "how",
+        "rounds",
+        "strikes",
+        "interrupted",
+        "differ",
+        "silence p50",
+        "max s",
+        "ready p50",
+        "max s",
+    )
+    show(
+        headings,
+        rows,
+        "silence: the longest of each interrupted stream; ready: last strike to /ready 200",
+    )
     for found in sweeps:
         for problem in found.problems[:20]:
             print(problem)
     result = {
         "options": {"streams": options.streams, "tokens": options.tokens, "serve": options.serve},
-        "sweeps": [asdict(found) | {"silence": spread_of(found.gaps), "flips": found.problems} for found in sweeps],
+        "sweeps": [
+            asdict(found) | {"silence": spread_of(found.gaps), "flips": found.problems}
+            for found in sweeps
+        ],
     }
     if options.output is not None:
         picture(options.output / "kill_sweep.png", (8, 2.4 * len(sweeps) + 0.4), draw(sweeps))
-    return conclude("kill_sweep", options.output, sweeps[0].info, result, [c for found in sweeps for c in checks_of(found)])
+    return conclude(
+        "kill_sweep",
+        options.output,
+        sweeps[0].info,
+        result,
+        [c for found in sweeps for c in checks_of(found)],
+    )
 
 
 def spread_of(values: list[float]) -> dict[str, float] | None:
@@ -349,14 +464,18 @@ async def run(options: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, help="folder of the result")
     parser.add_argument("--how", choices=(*HOWS, "all"), default="all")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--every", type=int, default=1, help="strike at every n-th index only")
     parser.add_argument("--sample", type=int, default=8, help="rounds of the ways other than kill")
-    parser.add_argument("--long", type=int, default=1200, help="most words of a prompt in the prefill sweep")
+    parser.add_argument(
+        "--long", type=int, default=1200, help="most words of a prompt in the prefill sweep"
+    )
     parser.add_argument("serve", nargs="*", help="options of `onehead serve`, after --")
     sys.exit(asyncio.run(run(parser.parse_args())))
 

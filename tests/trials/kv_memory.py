@@ -1,10 +1,11 @@
-"""What the cache really takes: bytes per token of the allocated pool, slots that hold nothing, and what windowed layers keep
-between two steps and hold within one.
+"""What the cache really takes: bytes per token of the allocated pool, slots that hold nothing, and
+what windowed layers keep between two steps and hold within one.
 
     python -m tests.trials.kv_memory [--requests 2000] [--output FILE.json]
 
-Real scheduler, page tables and pools; no model: tokens are invented, time is steps. Prompts and outputs are drawn from U(100, 1024), 64
-run at a time in steps of 512 tokens. A slot is wasted while it belongs to a sequence that has no token for it.
+Real scheduler, page tables and pools; no model: tokens are invented, time is steps. Prompts and
+outputs are drawn from U(100, 1024), 64 run at a time in steps of 512 tokens. A slot is wasted while
+it belongs to a sequence that has no token for it.
 """
 
 import argparse
@@ -28,7 +29,14 @@ from tests.support.paths import MODELS
 PAGE_SIZE = 64
 
 
-NAMES = ("starcoderbase-1b", "falcon-7b", "gemma-2b", "gemma-3-270m", "gemma-3-1b", "deepseek-v2-lite")
+NAMES = (
+    "starcoderbase-1b",
+    "falcon-7b",
+    "gemma-2b",
+    "gemma-3-270m",
+    "gemma-3-1b",
+    "deepseek-v2-lite",
+)
 SPECS = {name: read_spec(MODELS / name) for name in NAMES}
 
 
@@ -37,7 +45,9 @@ def allocated_bytes_per_token(spec: ModelSpec) -> float:
     layout = CacheLayout.of(spec.num_layers, spec.windows, PAGE_SIZE)
     dims = spec.key_dim, spec.value_dim
     pages = 3 * layout.pages_per_block
-    pool = KVPool.allocate(layout, pages, *dims, torch.bfloat16, torch.device("cpu"), value_in_key=spec.value_in_key)
+    pool = KVPool.allocate(
+        layout, pages, *dims, torch.bfloat16, torch.device("cpu"), value_in_key=spec.value_in_key
+    )
     return pool.num_bytes / (3 * PAGE_SIZE)
 
 
@@ -45,11 +55,15 @@ class InventedModel(Immediate):
     """A token for every row that asks for one."""
 
     def run(self, plan: StepPlan) -> StepResult:
-        return StepResult(tuple(None if row.sample is None else SampledToken(7, -1.0) for row in plan.rows))
+        return StepResult(
+            tuple(None if row.sample is None else SampledToken(7, -1.0) for row in plan.rows)
+        )
 
 
 def history(spec: ModelSpec, num_requests: int, seed: int = 0) -> dict[str, Any]:
-    """Runs the requests to their end; the share of owned slots that held no token, and the most pages a window's layers kept."""
+    """Runs the requests to their end; the share of owned slots that held no token, and the most
+    pages a window's layers kept.
+    """
     layout = CacheLayout.of(spec.num_layers, spec.windows, PAGE_SIZE)
     limits = Limits(64 * layout.most_pages(2048, 512), layout, 4096, 64, 512)
     scheduler, model, rng = Scheduler(limits), InventedModel(), random.Random(seed)
@@ -58,16 +72,25 @@ def history(spec: ModelSpec, num_requests: int, seed: int = 0) -> dict[str, Any]
     owned_slots = wasted_slots = most_kept = most_in_step = steps = 0
     while scheduler.has_work:
         plan = scheduler.plan()
-        most_in_step = max(most_in_step, *(_held(layout, sequence) for sequence in scheduler.running.values()))
+        most_in_step = max(
+            most_in_step, *(_held(layout, sequence) for sequence in scheduler.running.values())
+        )
         scheduler.commit(plan, model.run(plan))
         steps += 1
         for sequence in scheduler.running.values():
             for group, pages in zip(layout.groups, sequence.table.pages, strict=True):
                 if group.window is None:
                     held = len(pages) // group.num_stacks * PAGE_SIZE
-                    owned_slots, wasted_slots = owned_slots + held, wasted_slots + held - sequence.num_tokens
+                    owned_slots, wasted_slots = (
+                        owned_slots + held,
+                        wasted_slots + held - sequence.num_tokens,
+                    )
             most_kept = max(most_kept, _held(layout, sequence))
-    result = {"steps": steps, "preemptions": scheduler.num_preemptions, "wasted": wasted_slots / owned_slots if owned_slots else 0.0}
+    result = {
+        "steps": steps,
+        "preemptions": scheduler.num_preemptions,
+        "wasted": wasted_slots / owned_slots if owned_slots else 0.0,
+    }
     if spec.windows:
         window = max(w for w in spec.windows if w is not None)
         result |= {
@@ -82,11 +105,20 @@ def history(spec: ModelSpec, num_requests: int, seed: int = 0) -> dict[str, Any]
 def _held(layout: CacheLayout, sequence: Sequence) -> int:
     """Slots that a sequence has in its layers with a window."""
     groups = zip(layout.groups, sequence.table.pages, strict=True)
-    return max((sum(page >= 0 for page in pages) // g.num_stacks * PAGE_SIZE for g, pages in groups if g.window), default=0)
+    return max(
+        (
+            sum(page >= 0 for page in pages) // g.num_stacks * PAGE_SIZE
+            for g, pages in groups
+            if g.window
+        ),
+        default=0,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -97,7 +129,8 @@ def main() -> None:
         results[name] = {"formula": formula, "measured": measured} | history(spec, options.requests)
         row = results[name]
         kept = (
-            f"{row['most_kept_tokens']} of {row['window']} + a page = {row['bound']}; {row['most_within_a_step']} within a step"
+            f"{row['most_kept_tokens']} of {row['window']} + a page = {row['bound']}; "
+            f"{row['most_within_a_step']} within a step"
             if "window" in row
             else ""
         )

@@ -2,10 +2,11 @@
 
     python -m tests.trials.page_map --output DIR [--moments 1000] [--kills 3] [-- SERVE_OPTIONS]
 
-A server with a small cache gets requests with shared prefixes, a third of which are cut off; now and then its engine is killed. A viewer
-takes the events of /monitor. At each moment /monitor/cache is asked for the state between two steps, and the viewer's state of the same
-view must equal it: every page, every sequence. The server makes one such state a second, so that 1,000 moments take 17 minutes. The options
-go to the server.
+A server with a small cache gets requests with shared prefixes, a third of which are cut off; now
+and then its engine is killed. A viewer takes the events of /monitor. At each moment /monitor/cache
+is asked for the state between two steps, and the viewer's state of the same view must equal it:
+every page, every sequence. The server makes one such state a second, so that 1,000 moments take 17
+minutes. The options go to the server.
 """
 
 import argparse
@@ -59,7 +60,9 @@ class Viewer:
         kinds = Counter(cell[0] for cell in self.client.cells)
         for name, kind in (("cached", CACHED), ("owned", OWNED), ("shared", SHARED)):
             self.seen[f"views with {name} pages"] += kinds[kind] > 0
-        self.seen["views with preempted sequences"] += any(s["state"] == "preempted" for s in self.client.sequences.values())
+        self.seen["views with preempted sequences"] += any(
+            s["state"] == "preempted" for s in self.client.sequences.values()
+        )
         self._compare()
 
     def add(self, dump: dict[str, Any]) -> None:
@@ -69,7 +72,10 @@ class Viewer:
 
     def _compare(self) -> None:
         for key in self.dumps.keys() & self.known.keys():
-            self.problems += [f"view {key}: {problem}" for problem in self.known[key].problems(self.dumps.pop(key))]
+            self.problems += [
+                f"view {key}: {problem}"
+                for problem in self.known[key].problems(self.dumps.pop(key))
+            ]
             self.seen["compared"] += 1
 
 
@@ -78,7 +84,9 @@ async def client(port: int, rng: random.Random, seen: Counter[str]) -> None:
     prefixes = [prompt_text(random.Random(number), 150) for number in range(3)]
     while True:
         prompt = (
-            rng.choice(prefixes) + prompt_text(rng, rng.randint(1, 60)) if rng.random() < 0.7 else prompt_text(rng, rng.randint(1, 200))
+            rng.choice(prefixes) + prompt_text(rng, rng.randint(1, 60))
+            if rng.random() < 0.7
+            else prompt_text(rng, rng.randint(1, 200))
         )
         question = Ask("tgi", prompt, rng.randint(1, MOST_TOKENS), seed=rng.randint(1, 10**6))
         cut_after = rng.randint(1, 150) if rng.random() < 0.33 else None
@@ -98,7 +106,10 @@ async def client(port: int, rng: random.Random, seen: Counter[str]) -> None:
 
 async def watch(server: Server, moments: int, kills: int) -> tuple[Viewer, Counter[str]]:
     viewer, seen, rng = Viewer(), Counter[str](), random.Random(1)
-    tasks = [asyncio.create_task(client(server.port, random.Random(number), seen)) for number in range(CLIENTS)]
+    tasks = [
+        asyncio.create_task(client(server.port, random.Random(number), seen))
+        for number in range(CLIENTS)
+    ]
     tasks.append(asyncio.create_task(viewer.follow(server.port)))
     deaths = {(number + 1) * moments // (kills + 1) for number in range(kills)}
     try:
@@ -136,14 +147,39 @@ async def run(options: argparse.Namespace, serve_options: list[str]) -> int:
     finally:
         status = await server.stop()
     compared, missing = viewer.seen["compared"], len(viewer.dumps)
-    rare = ("views with cached pages", "views with owned pages", "views with shared pages", "views with preempted sequences")
+    rare = (
+        "views with cached pages",
+        "views with owned pages",
+        "views with shared pages",
+        "views with preempted sequences",
+    )
     few = options.moments // 50
     checks = [
-        Check("the viewer's state equals the engine's at every moment", not viewer.problems, f"{compared} compared; {viewer.problems[:3]}"),
-        Check("as many moments as asked for", compared >= options.moments, f"{compared}, and {missing} views that were not seen"),
-        Check("preemptions, and requests cut off", min(preemptions, seen["cut"]) > few, f"{preemptions:.0f} and {seen['cut']}"),
-        Check("engines replaced", viewer.client.engine == options.kills == seen["killed"], f"{viewer.client.engine}"),
-        Check("all kinds of pages and states", min(viewer.seen[name] for name in rare) > few, str(dict(viewer.seen))),
+        Check(
+            "the viewer's state equals the engine's at every moment",
+            not viewer.problems,
+            f"{compared} compared; {viewer.problems[:3]}",
+        ),
+        Check(
+            "as many moments as asked for",
+            compared >= options.moments,
+            f"{compared}, and {missing} views that were not seen",
+        ),
+        Check(
+            "preemptions, and requests cut off",
+            min(preemptions, seen["cut"]) > few,
+            f"{preemptions:.0f} and {seen['cut']}",
+        ),
+        Check(
+            "engines replaced",
+            viewer.client.engine == options.kills == seen["killed"],
+            f"{viewer.client.engine}",
+        ),
+        Check(
+            "all kinds of pages and states",
+            min(viewer.seen[name] for name in rare) > few,
+            str(dict(viewer.seen)),
+        ),
         Check("the server ends with 0", status == 0, str(status)),
     ]
     found = {"seen": dict(seen), "viewer": dict(viewer.seen), "events": viewer.client.num_events}
@@ -151,8 +187,13 @@ async def run(options: argparse.Namespace, serve_options: list[str]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.trials.page_map", description="a viewer's state against the engine's lists")
-    parser.add_argument("--output", type=Path, required=True, help="folder for the report and the server's log")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.trials.page_map",
+        description="a viewer's state against the engine's lists",
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder for the report and the server's log"
+    )
     parser.add_argument("--moments", type=int, default=1000)
     parser.add_argument("--kills", type=int, default=3, help="engines that are killed")
     own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]

@@ -1,9 +1,12 @@
-"""Random JSON schemas under the check and the engine's masks: every finished output is validated from its raw text.
+"""Random JSON schemas under the check and the engine's masks: every finished output is validated
+from its raw text.
 
-    python -m tests.trials.random_schemas [--count 2000] [--first 0] [--model FOLDER] [--output FILE]
+    python -m tests.trials.random_schemas [--count 2000] [--first 0] [--model FOLDER] [--output
+    FILE]
 
-The model is one of random logits at temperature 0.6, with what closes a text, an array or an object made likelier. Validation is by
-`jsonschema` with formats, numbers as they are written, and a key that occurs twice read both ways. Exit status 1 where one is invalid.
+The model is one of random logits at temperature 0.6, with what closes a text, an array or an object
+made likelier. Validation is by `jsonschema` with formats, numbers as they are written, and a key
+that occurs twice read both ways. Exit status 1 where one is invalid.
 """
 
 import argparse
@@ -20,7 +23,9 @@ from tests.support.random_schemas import Trial, faults, has_key_twice
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--model", type=Path, default=EMBEDDED_MODEL)
@@ -29,7 +34,10 @@ def main() -> int:
     refused, counts = Counter[str](), Counter[str]()
     invalid: list[dict[str, Any]] = []
     with Trial(options.model) as trial:
-        results = [trial.run(seed) for seed in track(range(options.first, options.first + options.count), "schemas")]
+        results = [
+            trial.run(seed)
+            for seed in track(range(options.first, options.first + options.count), "schemas")
+        ]
     for seed, result in enumerate(track(results, "validation"), start=options.first):
         if result.refused:
             named = re.search(r"has ([a-zA-Z$]+) .* at |supported: ([a-zA-Z, ]+)", result.refused)
@@ -45,7 +53,9 @@ def main() -> int:
             counts["finished"] += 1
             counts["finished with a key twice"] += has_key_twice(result.text)
             if found := faults(result.text, result.schema):
-                invalid.append({"seed": seed, "text": result.text, "faults": found, "schema": result.schema})
+                invalid.append(
+                    {"seed": seed, "text": result.text, "faults": found, "schema": result.schema}
+                )
     report = {
         "schemas": options.count,
         **counts,
@@ -55,7 +65,9 @@ def main() -> int:
     }
     print(json.dumps(report, indent=1, ensure_ascii=False))
     if options.output is not None:
-        options.output.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        options.output.write_text(
+            json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
     return 1 if invalid else 0
 
 

@@ -1,14 +1,19 @@
-"""Replicas behind Ray Serve that are killed, started and ended under load: nothing may be lost that could be answered by another.
+"""Replicas behind Ray Serve that are killed, started and ended under load: nothing may be lost that
+could be answered by another.
 
     python -m tests.trials.ray_serve --output DIR [--parts killed,scaled] [--streams 200]
 
-killed  2 replicas and 200 requests: whole answers, streams, and resumable streams. When a third of the streams have begun, one replica is
-        killed. What had not begun, and what the other replica has, must be complete. A stream that had begun must end with an error event,
+killed  2 replicas and 200 requests: whole answers, streams,
+and resumable streams. When a third of the streams have begun, one replica is
+        killed. What had not begun, and what the other replica has,
+        must be complete. A stream that had begun must end with an error event,
         its resumption must be answered 410, and the same request again must give the same tokens.
-scaled  from 1 replica to 3 and back to 1, as Ray decides by the number of open requests. Every request must get the answer that a server
+scaled  from 1 replica to 3 and back to 1,
+as Ray decides by the number of open requests. Every request must get the answer that a server
         alone gives.
 
-Needs the extra `ray`. Writes ray_serve.json into DIR. Exit status 1 where one of that does not hold.
+Needs the extra `ray`. Writes ray_serve.json into DIR. Exit status 1 where one of that does not
+hold.
 """
 
 import argparse
@@ -48,7 +53,13 @@ async def oracles_of(folder: Path, questions: list[Ask]) -> dict[Ask, Answer]:
 
 def kind_of(question: Ask) -> str:
     """What a question asks for, in words."""
-    return "whole answer" if not question.stream else "resumable stream" if question.resumable else "stream"
+    return (
+        "whole answer"
+        if not question.stream
+        else "resumable stream"
+        if question.resumable
+        else "stream"
+    )
 
 
 @dataclass(slots=True)
@@ -81,12 +92,20 @@ async def outcome(cluster: Cluster, answer: Answer, oracle: Answer, begun: bool)
 async def killed(options: argparse.Namespace, folder: Path) -> tuple[Found, list[Check]]:
     """SIGKILL to one of two replicas."""
     questions = asks(options.streams, 128, seed=7, prompt_tokens=(4, 24))
-    questions = [replace(each, resumable=number % 5 < 2, stream=number % 5 != 4) for number, each in enumerate(questions)]
+    questions = [
+        replace(each, resumable=number % 5 < 2, stream=number % 5 != 4)
+        for number, each in enumerate(questions)
+    ]
     oracles = await oracles_of(folder, questions)
-    cluster = await Cluster.start(folder / "ray.log", options=" ".join(OPTIONS), min_replicas=2, max_replicas=2)
+    cluster = await Cluster.start(
+        folder / "ray.log", options=" ".join(OPTIONS), min_replicas=2, max_replicas=2
+    )
     begun: set[Ask] = set()
     try:
-        tasks = [asyncio.create_task(ask(cluster.port, question, lambda answer: begun.add(answer.ask))) for question in questions]
+        tasks = [
+            asyncio.create_task(ask(cluster.port, question, lambda answer: begun.add(answer.ask)))
+            for question in questions
+        ]
         async with asyncio.timeout(120):
             while len(begun) < options.streams // 3:
                 await asyncio.sleep(0.01)
@@ -95,12 +114,19 @@ async def killed(options: argparse.Namespace, folder: Path) -> tuple[Found, list
         before, open_then = set(begun), sum(not task.done() for task in tasks)
         killed_at = time.perf_counter()
         answers = await asyncio.gather(*tasks)
-        found = [await outcome(cluster, answer, oracles[answer.ask], answer.ask in before) for answer in answers]
+        found = [
+            await outcome(cluster, answer, oracles[answer.ask], answer.ask in before)
+            for answer in answers
+        ]
         names = await cluster.until(lambda names: len(names) == 2)
         seconds = time.perf_counter() - killed_at
     finally:
         await cluster.stop()
-    told = {"open_when_killed": open_then, "replicas_after": len(names), "seconds_to_two_replicas": seconds}
+    told = {
+        "open_when_killed": open_then,
+        "replicas_after": len(names),
+        "seconds_to_two_replicas": seconds,
+    }
     return told | {"outcomes": count_killed(found)}, killed_checks(found, open_then)
 
 
@@ -116,11 +142,20 @@ def count_killed(found: list[Outcome]) -> list[Found]:
                 "asked": len(ours),
                 "complete": len(ours) - len(cut),
                 "cut": len(cut),
-                "resumed": dict(Counter(str(each.resumed) for each in cut if each.resumed is not None)),
+                "resumed": dict(
+                    Counter(str(each.resumed) for each in cut if each.resumed is not None)
+                ),
                 "complete_again": sum(each.again is None for each in cut),
             }
         )
-    headings = "a replica killed", "asked", "complete", "cut", "answer to a resumption", "complete when sent again"
+    headings = (
+        "a replica killed",
+        "asked",
+        "complete",
+        "cut",
+        "answer to a resumption",
+        "complete when sent again",
+    )
     show(headings, [tuple(row.values()) for row in rows])
     return rows
 
@@ -134,13 +169,31 @@ def killed_checks(found: list[Outcome], open_then: int) -> list[Check]:
     resumed = [each.resumed for each in cut if each.answer.ask.resumable]
     again = [each.again for each in cut if each.again is not None]
     return [
-        Check("killed: requests were open", open_then > len(found) // 2, f"{open_then} of {len(found)}"),
+        Check(
+            "killed: requests were open",
+            open_then > len(found) // 2,
+            f"{open_then} of {len(found)}",
+        ),
         Check("killed: some streams were cut", 0 < len(cut) < len(found), f"{len(cut)}"),
-        Check("killed: what had not begun is complete", not late, f"{len(late)} are not; {late[:3]}"),
-        Check("killed: a cut stream ends with an error event", not silent, f"{len(silent)} do not; {silent[:3]}"),
+        Check(
+            "killed: what had not begun is complete", not late, f"{len(late)} are not; {late[:3]}"
+        ),
+        Check(
+            "killed: a cut stream ends with an error event",
+            not silent,
+            f"{len(silent)} do not; {silent[:3]}",
+        ),
         Check("killed: its tokens before that are right", not wrong, f"{wrong} are not"),
-        Check("killed: resuming a cut stream is answered 410", set(resumed) == {410}, str(Counter(resumed))),
-        Check("killed: the same request again is answered as ever", not again, f"{len(again)} are not; {again[:3]}"),
+        Check(
+            "killed: resuming a cut stream is answered 410",
+            set(resumed) == {410},
+            str(Counter(resumed)),
+        ),
+        Check(
+            "killed: the same request again is answered as ever",
+            not again,
+            f"{len(again)} are not; {again[:3]}",
+        ),
     ]
 
 
@@ -181,9 +234,18 @@ class Load:
 
 async def scaled(options: argparse.Namespace, folder: Path) -> tuple[Found, list[Check]]:
     """1 -> 3 -> 1."""
-    questions = [replace(each, resumable=number % 2 == 0) for number, each in enumerate(asks(16, 48, seed=8, prompt_tokens=(4, 24)))]
+    questions = [
+        replace(each, resumable=number % 2 == 0)
+        for number, each in enumerate(asks(16, 48, seed=8, prompt_tokens=(4, 24)))
+    ]
     oracles = await oracles_of(folder, questions)
-    arguments = {"min_replicas": 1, "max_replicas": 3, "target_requests": 6, "upscale_delay": 2, "downscale_delay": 5}
+    arguments = {
+        "min_replicas": 1,
+        "max_replicas": 3,
+        "target_requests": 6,
+        "upscale_delay": 2,
+        "downscale_delay": 5,
+    }
     cluster = await Cluster.start(folder / "ray.log", options=" ".join(OPTIONS), **arguments)
     load, phases = Load(cluster, oracles), []
     try:
@@ -192,7 +254,14 @@ async def scaled(options: argparse.Namespace, folder: Path) -> tuple[Found, list
             load.want(clients)
             await cluster.until(lambda names, wanted=replicas: len(names) == wanted, 180)  # type: ignore[misc]
             await asyncio.sleep(10)
-            phases.append((clients, len(await cluster.metrics()), time.perf_counter() - began, load.answered - before))
+            phases.append(
+                (
+                    clients,
+                    len(await cluster.metrics()),
+                    time.perf_counter() - began,
+                    load.answered - before,
+                )
+            )
         load.want(0)
         await asyncio.gather(*load.tasks)
     finally:
@@ -223,7 +292,9 @@ async def run(options: argparse.Namespace, folder: Path) -> int:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--streams", type=int, default=200, help="requests of `killed`")
     run_parts(parser, PARTS, run)
 

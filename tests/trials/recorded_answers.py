@@ -1,13 +1,16 @@
 """Answers of the recorded corpus: their normal form, and the comparison of two recordings.
 
-Invariant: the normal form hides only what differs between two runs of the same server, each by its own rule below; everything else is
-kept as it was sent. It knows HTTP heads, JSON, server-sent events and the text format of Prometheus; it starts and asks no server.
+Invariant: the normal form hides only what differs between two runs of the same server, each by its
+own rule below; everything else is kept as it was sent. It knows HTTP heads, JSON, server-sent
+events and the text format of Prometheus; it starts and asks no server.
 
-Not compared: the value of dates, request ids, stream ids, answer ids, `created`, seeds that the server drew, measured times, the wait
-in `retry-after` of a 429, `x-generated-tokens` of a request with stop strings (it includes tokens that the engine computed before it
-heard of the stop), the samples of metrics, the order of headers, the order of keys in /openapi.json, and, in streams of several
-choices, which choice's event comes first: the order within a choice is compared. Where bytes are cut into chunks or TCP segments is
-not recorded. `content-length` is compared with the body of the same answer.
+Not compared: the value of dates, request ids, stream ids, answer ids, `created`, seeds that the
+server drew, measured times, the wait in `retry-after` of a 429, `x-generated-tokens` of a request
+with stop strings (it includes tokens that the engine computed before it heard of the stop), the
+samples of metrics, the order of headers, the order of keys in /openapi.json, and, in streams of
+several choices, which choice's event comes first: the order within a choice is compared. Where
+bytes are cut into chunks or TCP segments is not recorded. `content-length` is compared with the
+body of the same answer.
 """
 
 import difflib
@@ -34,17 +37,30 @@ RULES = [
 ERROR_TEXT = "(error text)"
 
 
-def normal(row: Row, status: int, headers: list[tuple[str, str]], body: bytes, streams: dict[str, str]) -> Answer:
+def normal(
+    row: Row, status: int, headers: list[tuple[str, str]], body: bytes, streams: dict[str, str]
+) -> Answer:
     """The normal form of one answer. `streams`: name of each resumable stream by its id."""
     named = {name.lower(): value for name, value in headers}
     own = named.get("x-stream-id")
     streams = ({own: "own"} if own else {}) | streams
-    answer: Answer = {"status": status, "headers": sorted([name, _header(row, status, body, name, value)] for name, value in headers)}
+    answer: Answer = {
+        "status": status,
+        "headers": sorted(
+            [name, _header(row, status, body, name, value)] for name, value in headers
+        ),
+    }
     text = _text(body)
     for id, name in streams.items():
-        answer["headers"] = [[header, value.replace(id, f"STREAM-{name}")] for header, value in answer["headers"]]
+        answer["headers"] = [
+            [header, value.replace(id, f"STREAM-{name}")] for header, value in answer["headers"]
+        ]
         text = None if text is None else text.replace(id, f"STREAM-{name}")
-    return answer if row.head else answer | _body(row, status, named.get("content-type", ""), body, text)
+    return (
+        answer
+        if row.head
+        else answer | _body(row, status, named.get("content-type", ""), body, text)
+    )
 
 
 def _header(row: Row, status: int, body: bytes, name: str, value: str) -> str:
@@ -55,7 +71,11 @@ def _header(row: Row, status: int, body: bytes, name: str, value: str) -> str:
         return "as the body" if value == str(len(body)) else f"{value}, of which {len(body)} came"
     if lower == "x-generated-tokens" and b'"stop":' in row.request:
         return "COUNT"
-    if lower in ("date", "last-modified", "etag") or TIMES.fullmatch(lower) or (lower == "retry-after" and status == 429):
+    if (
+        lower in ("date", "last-modified", "etag")
+        or TIMES.fullmatch(lower)
+        or (lower == "retry-after" and status == 429)
+    ):
         return lower.upper()
     return "ID" if lower == "x-request-id" and re.fullmatch("[0-9a-f]{16}", value) else value
 
@@ -68,29 +88,44 @@ def _text(body: bytes) -> str | None:
 
 
 def _body(row: Row, status: int, kind: str, body: bytes, text: str | None) -> Answer:
-    """The body's part of an answer: its text, the lines of a stream, a digest, or the parts of a document whose words are apart."""
+    """The body's part of an answer: its text, the lines of a stream, a digest, or the parts of a
+    document whose words are apart.
+    """
     if text is not None and row.openapi and status == 200:
         words: dict[str, str] = {}
         document = _without_words(json.loads(text), "", words)
-        return {"text": json.dumps(document, sort_keys=True, ensure_ascii=False, indent=0), "words": words}
+        return {
+            "text": json.dumps(document, sort_keys=True, ensure_ascii=False, indent=0),
+            "words": words,
+        }
     if text is not None and row.metrics and status == 200:
         return _metrics(text)
-    if text is None or (len(body) > MAX_TEXT and not kind.startswith(("application/json", "text/event-stream"))):
+    if text is None or (
+        len(body) > MAX_TEXT and not kind.startswith(("application/json", "text/event-stream"))
+    ):
         return {"text": f"{len(body)} bytes, SHA-256 {hashlib.sha256(body).hexdigest()}"}
     for pattern, replacement in RULES:
         text = pattern.sub(replacement, text)
-    return {"lines": _ordered(text, row.ends)} if kind.startswith("text/event-stream") else {"text": text}
+    return (
+        {"lines": _ordered(text, row.ends)}
+        if kind.startswith("text/event-stream")
+        else {"text": text}
+    )
 
 
 def _without_words(value: Any, path: str, words: dict[str, str]) -> Any:
-    """An OpenAPI document without its descriptions and the error texts of its examples, which go to `words` by their place."""
+    """An OpenAPI document without its descriptions and the error texts of its examples, which go to
+    `words` by their place.
+    """
     if isinstance(value, list):
         return [_without_words(item, f"{path}/{index}", words) for index, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
     kept = {}
     for key, item in value.items():
-        is_text = key in ("description", "summary") or ("/example" in path and key in ("error", "message"))
+        is_text = key in ("description", "summary") or (
+            "/example" in path and key in ("error", "message")
+        )
         if is_text and isinstance(item, str):
             words[f"{path}/{key}"] = item
         else:
@@ -110,16 +145,22 @@ def _metrics(text: str) -> Answer:
 
 
 def _ordered(text: str, ends: bool) -> list[str]:
-    """The lines of a stream, its events in the order of choices. With `ends`, only those from the first error on."""
+    """The lines of a stream, its events in the order of choices. With `ends`, only those from the
+    first error on.
+    """
     events = re.split(r"(?<=\n\n)", text)
     if ends:
         first = next((number for number, event in enumerate(events) if '"error":' in event), 0)
-        events = [re.sub(r"(?m)^(id: STREAM-[\w-]+)\.[0-9]+$", r"\1.N", event) for event in events[first:]]
+        events = [
+            re.sub(r"(?m)^(id: STREAM-[\w-]+)\.[0-9]+$", r"\1.N", event) for event in events[first:]
+        ]
     return "".join(sorted(events, key=_choice)).split("\n")
 
 
 def _choice(event: str) -> int:
-    """The choice that an event of OpenAI's dialect belongs to; 0 for all events of a stream with one choice."""
+    """The choice that an event of OpenAI's dialect belongs to; 0 for all events of a stream with
+    one choice.
+    """
     found = re.search(r'"choices":\[(?:\{"index":([0-9]+))?', event)
     if found is None:
         return 10**6 if event.startswith("data: [DONE]") or not event else 0
@@ -128,7 +169,9 @@ def _choice(event: str) -> int:
 
 @dataclass
 class Comparison:
-    """What differs between two recordings: `differences` by answer, and apart from them the texts that a person reads."""
+    """What differs between two recordings: `differences` by answer, and apart from them the texts
+    that a person reads.
+    """
 
     num_answers: int = 0
     differences: list[tuple[str, list[str]]] = field(default_factory=list)
@@ -140,7 +183,8 @@ class Comparison:
         lines = [
             "# Recorded corpus, before and after",
             "",
-            f"{self.num_answers} answers; {len(self.differences)} differ, {len(self.error_texts)} have another error text and are "
+            f"{self.num_answers} answers; {len(self.differences)} differ, {len(self.error_texts)} "
+            "have another error text and are "
             f"otherwise equal, {len(self.words)} descriptions (HELP of metrics, OpenAPI) changed.",
         ]
         if self.differences:
@@ -172,14 +216,18 @@ def compare(before: dict[str, Answer], after: dict[str, Answer]) -> Comparison:
     comparison = Comparison(len(before.keys() | after.keys()))
     for name in [*before, *(name for name in after if name not in before)]:
         if name not in before or name not in after:
-            comparison.differences.append((name, ["only before" if name in before else "only after"]))
+            comparison.differences.append(
+                (name, ["only before" if name in before else "only after"])
+            )
             continue
         old, old_errors = _without_errors(before[name])
         new, new_errors = _without_errors(after[name])
         old_words, new_words = old.pop("words", {}), new.pop("words", {})
         for key in [*old_words, *(key for key in new_words if key not in old_words)]:
             if old_words.get(key) != new_words.get(key):
-                comparison.words.append((f"{name} {key}", old_words.get(key, ""), new_words.get(key, "")))
+                comparison.words.append(
+                    (f"{name} {key}", old_words.get(key, ""), new_words.get(key, ""))
+                )
         if old != new:
             comparison.differences.append((name, list(_changes(before[name], after[name]))))
             continue
@@ -228,6 +276,10 @@ def _changes(before: Answer, after: Answer) -> Iterator[str]:
 
 def _printed(answer: Answer) -> list[str]:
     """An answer as lines: each header, and each line of the body, by itself."""
-    head = [f"{key}: {value}" for key, value in answer.items() if key not in ("headers", "text", "lines", "words")]
+    head = [
+        f"{key}: {value}"
+        for key, value in answer.items()
+        if key not in ("headers", "text", "lines", "words")
+    ]
     body = answer["lines"] if "lines" in answer else re.split(r"(?<=,)|\n", answer.get("text", ""))
     return [*head, *(f"{name}: {value}" for name, value in answer.get("headers", ())), *body]

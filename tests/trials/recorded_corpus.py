@@ -1,15 +1,18 @@
-"""The same bytes before and after a change of the code: records what servers answer to a corpus of requests, and compares two recordings.
+"""The same bytes before and after a change of the code: records what servers answer to a corpus of
+requests, and compares two recordings.
 
-    python -m tests.trials.recorded_corpus record --tree FOLDER --output FILE.json[.gz]
-    python -m tests.trials.recorded_corpus compare BEFORE.json[.gz] AFTER.json[.gz] [--output REPORT.md]
+    python -m tests.trials.recorded_corpus record --tree FOLDER --output FILE.json[.gz] python -m
+    tests.trials.recorded_corpus compare BEFORE.json[.gz] AFTER.json[.gz] [--output REPORT.md]
 
-`record` starts `onehead serve` from the source tree in FOLDER, on the embedded model, once for each server of the corpus, and sends it
-the requests one after another. `compare` exits with 1 where anything differs but what tests.trials.recorded_answers lists; error texts,
-HELP texts and OpenAPI descriptions that differ are listed apart. Log-probabilities are compared to the last bit, so both recordings must
-come from one machine: /info, which is recorded, names the kernels.
+`record` starts `onehead serve` from the source tree in FOLDER, on the embedded model, once for each
+server of the corpus, and sends it the requests one after another. `compare` exits with 1 where
+anything differs but what tests.trials.recorded_answers lists; error texts, HELP texts and OpenAPI
+descriptions that differ are listed apart. Log-probabilities are compared to the last bit, so both
+recordings must come from one machine: /info, which is recorded, names the kernels.
 
-Invariant: this module imports nothing of the server, so that it can record any tree. It knows sockets and processes; the requests are in
-tests.trials.corpus, the normal form of answers in tests.trials.recorded_answers.
+Invariant: this module imports nothing of the server, so that it can record any tree. It knows
+sockets and processes; the requests are in tests.trials.corpus, the normal form of answers in
+tests.trials.recorded_answers.
 """
 
 import argparse
@@ -45,7 +48,9 @@ class Connection:
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=ANSWER_SECONDS)
         self._wire = Wire(self._socket)
         self._method = request.split(b" ", 1)[0].decode("latin-1")
-        with contextlib.suppress(ConnectionError):  # The server may refuse a request before it has read all of it.
+        with contextlib.suppress(
+            ConnectionError
+        ):  # The server may refuse a request before it has read all of it.
             self._socket.sendall(request)
 
     def response(self) -> Response:
@@ -83,7 +88,9 @@ class Recorder:
             raise ValueError(f"two requests are called {name!r}")
         with contextlib.ExitStack() as held:
             for other in row.during:
-                connection = held.enter_context(contextlib.closing(Connection(self._port, other.request)))
+                connection = held.enter_context(
+                    contextlib.closing(Connection(self._port, other.request))
+                )
                 if not first_event(connection.response()):
                     raise RuntimeError(f"{name}: the stream that is held open has no event")
             found = self._ask(row)
@@ -117,9 +124,16 @@ class Recorder:
         return answers
 
     def _settle(self) -> None:
-        """Waits until the server has noticed that the streams held open were closed: until it takes two sequences at once again."""
+        """Waits until the server has noticed that the streams held open were closed: until it takes
+        two sequences at once again.
+        """
         headers = (self._server.bearer,) if self._server.bearer else ()
-        probe = post("", "/v1/completions", {"prompt": "a", "n": 2, "max_tokens": 1, "temperature": 0}, *headers)
+        probe = post(
+            "",
+            "/v1/completions",
+            {"prompt": "a", "n": 2, "max_tokens": 1, "temperature": 0},
+            *headers,
+        )
         end = time.monotonic() + ANSWER_SECONDS
         while self._ask(probe)[0]["status"] != 200:
             if time.monotonic() > end:
@@ -140,16 +154,22 @@ def free_port() -> int:
 
 
 def wait_for_status(process: subprocess.Popen[bytes], port: int, accepted: bool, log: Path) -> None:
-    """Waits until /ready is 200, or is not any more. Raises RuntimeError, with the end of the log, where the process ends before."""
+    """Waits until /ready is 200, or is not any more. Raises RuntimeError, with the end of the log,
+    where the process ends before.
+    """
     end = time.monotonic() + START_SECONDS
     while (status_of(port, "/ready") == 200) != accepted:
         if process.poll() is not None or time.monotonic() > end:
-            raise RuntimeError(f"the server is not ready: {log.read_text(errors='replace')[-2000:]}")
+            raise RuntimeError(
+                f"the server is not ready: {log.read_text(errors='replace')[-2000:]}"
+            )
         time.sleep(0.05)
 
 
 def model_options(tree: Path, server: Server, scratch: Path) -> tuple[str, ...]:
-    """The options that name the model: the embedded one, or a folder of links to its files and a chat template."""
+    """The options that name the model: the embedded one, or a folder of links to its files and a
+    chat template.
+    """
     if not server.chat:
         return ()
     pretrained = next((tree / "model").rglob("pretrained/model.safetensors")).parent
@@ -162,11 +182,15 @@ def model_options(tree: Path, server: Server, scratch: Path) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def running(tree: Path, server: Server, scratch: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+def running(
+    tree: Path, server: Server, scratch: Path
+) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """A server of the tree, ready, and its port. It is ended in any case."""
     module = "server.cli" if (tree / "server" / "cli.py").exists() else "commands.cli"
     port, log = free_port(), scratch / "server.log"
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ONEHEAD_")} | {"PYTHONPATH": str(tree)}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("ONEHEAD_")
+    } | {"PYTHONPATH": str(tree)}
     options = (*model_options(tree, server, scratch), *server.options)
     command = [sys.executable, "-m", module, "serve", "--port", str(port), *options]
     with log.open("wb") as output:
@@ -208,8 +232,12 @@ def record(tree: Path) -> dict[str, Any]:
         began = time.monotonic()
         found = record_server(tree, server)
         answers |= found
-        print(f"{server.name}: {len(found)} answers in {time.monotonic() - began:.1f} s", flush=True)
-    git = subprocess.run(["git", "-C", str(tree), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        print(
+            f"{server.name}: {len(found)} answers in {time.monotonic() - began:.1f} s", flush=True
+        )
+    git = subprocess.run(
+        ["git", "-C", str(tree), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    )
     return {"commit": git.stdout.strip(), "python": sys.version.split()[0], "answers": answers}
 
 
@@ -234,22 +262,38 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.trials.recorded_corpus", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.trials.recorded_corpus", description=(__doc__ or "").split("\n")[0]
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    recording = commands.add_parser("record", help="record the answers of the servers of one source tree")
+    recording = commands.add_parser(
+        "record", help="record the answers of the servers of one source tree"
+    )
     recording.add_argument("--tree", type=Path, required=True, help="folder of the source tree")
-    recording.add_argument("--output", type=Path, required=True, help="file to write; compressed if its name ends in .gz")
-    comparing = commands.add_parser("compare", help="compare two recordings; exit status 1 where answers differ")
+    recording.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        help="file to write; compressed if its name ends in .gz",
+    )
+    comparing = commands.add_parser(
+        "compare", help="compare two recordings; exit status 1 where answers differ"
+    )
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
-    comparing.add_argument("--output", type=Path, help="file of the report in Markdown; default: standard output")
+    comparing.add_argument(
+        "--output", type=Path, help="file of the report in Markdown; default: standard output"
+    )
     options = parser.parse_args(argv)
     if options.command == "record":
         save(options.output, record(options.tree.resolve()))
         return 0
     before, after = (read(path)["answers"] for path in (options.before, options.after))
     if kernels(before) != kernels(after):
-        print(f"other kernels, so other last bits: {kernels(before)} before, {kernels(after)} after", file=sys.stderr)
+        print(
+            f"other kernels, so other last bits: {kernels(before)} before, {kernels(after)} after",
+            file=sys.stderr,
+        )
     comparison = compare(before, after)
     if options.output is None:
         print(comparison.report(), end="")

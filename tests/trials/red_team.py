@@ -1,11 +1,15 @@
-"""Attacks of one client on what all clients share, each against a real server, beside a stream, probes and new grammars of another.
+"""Attacks of one client on what all clients share, each against a real server, beside a stream,
+probes and new grammars of another.
 
-    python -m tests.trials.red_team [--only A1,A5] [--together A1,A2,A5] [--times 10] [--output FILE]
+    python -m tests.trials.red_team [--only A1,A5] [--together A1,A2,A5] [--times 10] [--output
+    FILE]
 
-An attack is an entry of ATTACKS: requests of which attackers keep `--times` open at once, and what the checkpoint's folder needs for it.
-`--together` runs several at the same time. The table has, for each attack: the longest answer of /live; the 99th percentile of the
-stream's gaps between tokens, before and meanwhile; the longest answer to a new grammar; the memory of API process and workers above the
-quiet one, at most and 10 s after; and how the attack was answered. The exit status is 1 where a limit is passed (tests.trials.canary).
+An attack is an entry of ATTACKS: requests of which attackers keep `--times` open at once, and what
+the checkpoint's folder needs for it. `--together` runs several at the same time. The table has, for
+each attack: the longest answer of /live; the 99th percentile of the stream's gaps between tokens,
+before and meanwhile; the longest answer to a new grammar; the memory of API process and workers
+above the quiet one, at most and 10 s after; and how the attack was answered. The exit status is 1
+where a limit is passed (tests.trials.canary).
 """
 
 import argparse
@@ -33,7 +37,8 @@ from tests.trials.canary import KEY, Canary, checks, quantile
 
 WARM_SECONDS, QUIET_SECONDS, BACK_SECONDS = 2.0, 5.0, 10.0
 ATTACK_SECONDS = 5.0
-"""Each request is sent again until then, so that an attack lasts for hundreds of the other client's tokens."""
+"""Each request is sent again until then, so that an attack lasts for hundreds of the other client's
+tokens."""
 ANSWER_SECONDS = 30.0
 """What is still unanswered then is given up."""
 MOST_AFTER = 64
@@ -50,7 +55,10 @@ def completion(**fields: Any) -> Made:
 
 
 def chat(content: str) -> Made:
-    return "/v1/chat/completions", {"messages": [{"role": "user", "content": content}], "max_tokens": 4}
+    return "/v1/chat/completions", {
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 4,
+    }
 
 
 def chat_template(source: str) -> Callable[[Path], None]:
@@ -65,10 +73,17 @@ def chat_template(source: str) -> Callable[[Path], None]:
 
 
 def backtracking(folder: Path) -> None:
-    """A pre-tokenizer whose regular expression gives up on some texts, with a panic of the library."""
+    """A pre-tokenizer whose regular expression gives up on some texts, with a panic of the
+    library.
+    """
     path = folder / "tokenizer.json"
     values = json.loads(path.read_text())
-    values["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "(a+)+$|x"}, "behavior": "Isolated", "invert": False}
+    values["pre_tokenizer"] = {
+        "type": "Split",
+        "pattern": {"Regex": "(a+)+$|x"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     path.write_text(json.dumps(values))
 
 
@@ -90,30 +105,70 @@ MESSAGES = "{% for m in messages %}<|endoftext|>{{ m.content }}{% endfor %}"
 DIGITS = {"type": "array", "items": {"type": "integer", "multipleOf": 997}, "minItems": 30}
 
 ATTACKS = [
-    Attack("A1", "intersection of 30 expressions", lambda n: completion(structured_outputs={"grammar": f"{INTERSECTION} // {n}"})),
+    Attack(
+        "A1",
+        "intersection of 30 expressions",
+        lambda n: completion(structured_outputs={"grammar": f"{INTERSECTION} // {n}"}),
+    ),
     Attack(
         "A1 schema",
         "allOf of 30 patterns",
-        lambda n: completion(structured_outputs={"json": {"type": "string", "allOf": [{"pattern": f"k{i}x{n}"} for i in range(30)]}}),
+        lambda n: completion(
+            structured_outputs={
+                "json": {"type": "string", "allOf": [{"pattern": f"k{i}x{n}"} for i in range(30)]}
+            }
+        ),
     ),
-    Attack("A2", "multipleOf 29999999", lambda n: completion(structured_outputs={"json": {"type": "integer", "multipleOf": 29999999 - n}})),
     Attack(
-        "A2 anyOf", "30 arrays of multiples", lambda n: completion(structured_outputs={"json": {"anyOf": [DIGITS] * 30, "title": str(n)}})
+        "A2",
+        "multipleOf 29999999",
+        lambda n: completion(
+            structured_outputs={"json": {"type": "integer", "multipleOf": 29999999 - n}}
+        ),
     ),
-    Attack("A4", "500 small expressions", lambda n: completion(structured_outputs={"regex": f"[a-z]{{{n % 50 + 1}}}{n}"})),
+    Attack(
+        "A2 anyOf",
+        "30 arrays of multiples",
+        lambda n: completion(
+            structured_outputs={"json": {"anyOf": [DIGITS] * 30, "title": str(n)}}
+        ),
+    ),
+    Attack(
+        "A4",
+        "500 small expressions",
+        lambda n: completion(structured_outputs={"regex": f"[a-z]{{{n % 50 + 1}}}{n}"}),
+    ),
     Attack("A5", "2 MB to tokenize", lambda _: ("/tokenize", {"inputs": "!a" * 1_048_000})),
-    Attack("A5 prompt", "2 MB to generate from", lambda _: ("/generate", {"inputs": "!a" * 1_048_000})),
+    Attack(
+        "A5 prompt", "2 MB to generate from", lambda _: ("/generate", {"inputs": "!a" * 1_048_000})
+    ),
     Attack(
         "A6",
         "190,000 special tokens in a message",
-        lambda _: ("/tokenize", {"messages": [{"role": "user", "content": "<|endoftext|>" * 150_000}]}),
+        lambda _: (
+            "/tokenize",
+            {"messages": [{"role": "user", "content": "<|endoftext|>" * 150_000}]},
+        ),
         chat_template(MESSAGES),
     ),
-    Attack("A7", "a panic of the tokenizer", lambda _: ("/tokenize", {"inputs": "a" * 4200 + "!"}), backtracking),
-    Attack("A7 short", "a panic of the tokenizer", lambda _: ("/tokenize", {"inputs": "a" * 60 + "!"}), backtracking),
+    Attack(
+        "A7",
+        "a panic of the tokenizer",
+        lambda _: ("/tokenize", {"inputs": "a" * 4200 + "!"}),
+        backtracking,
+    ),
+    Attack(
+        "A7 short",
+        "a panic of the tokenizer",
+        lambda _: ("/tokenize", {"inputs": "a" * 60 + "!"}),
+        backtracking,
+    ),
     Attack("A13", "a chat template of nested loops", lambda _: chat("hi"), chat_template(NESTED)),
 ]
-ATTACKS += [Attack(name, "many items, sequences or rows", lambda _, made=(known.path, known.body): made) for name, known in KNOWN.items()]
+ATTACKS += [
+    Attack(name, "many items, sequences or rows", lambda _, made=(known.path, known.body): made)
+    for name, known in KNOWN.items()
+]
 COUNTS = {"A4": 50}
 """Requests for each of `--times` of an attack, where it is not one."""
 
@@ -136,14 +191,19 @@ class Found:
 
 
 def encoded(attack: Attack, client: str, times: int) -> list[bytes]:
-    """The requests of an attack, made before it begins, so that making them takes no processor time from the server."""
+    """The requests of an attack, made before it begins, so that making them takes no processor time
+    from the server.
+    """
     made = [attack.make(number) for number in range(times * COUNTS.get(attack.name, 1))]
-    return [http_request("POST", path, body, {"authorization": f"Bearer {client}"}) for path, body in made]
+    return [
+        http_request("POST", path, body, {"authorization": f"Bearer {client}"})
+        for path, body in made
+    ]
 
 
 async def send(port: int, requests: list[bytes], answers: Counter[str]) -> None:
-    """Sends the requests of an attack all at once, and each again, after Retry-After where it was refused for that time, until
-    ATTACK_SECONDS have passed. Counts how they were answered.
+    """Sends the requests of an attack all at once, and each again, after Retry-After where it was
+    refused for that time, until ATTACK_SECONDS have passed. Counts how they were answered.
     """
     end = time.monotonic() + ATTACK_SECONDS
 
@@ -154,7 +214,11 @@ async def send(port: int, requests: list[bytes], answers: Counter[str]) -> None:
                     said = b""
                     async for piece in reply.pieces():
                         said = said or piece[:300]
-                answers[str(reply.status) if reply.status == 200 else f"{reply.status} {said.decode(errors='replace')[:90]}"] += 1
+                answers[
+                    str(reply.status)
+                    if reply.status == 200
+                    else f"{reply.status} {said.decode(errors='replace')[:90]}"
+                ] += 1
                 if reply.status in (429, 503):
                     await asyncio.sleep(float(reply.headers.get("retry-after", "1")))
             except (OSError, EOFError, ValueError, TimeoutError) as error:
@@ -166,10 +230,17 @@ async def send(port: int, requests: list[bytes], answers: Counter[str]) -> None:
 
 async def measure(server: ServerProcess, attacks: list[Attack], times: int) -> Found:
     """Runs attacks at the same time, each by a client of its own."""
-    found = Found(" + ".join(attack.name for attack in attacks), "; ".join(attack.about for attack in attacks))
-    batches = [encoded(attack, client, times) for attack, client in zip(attacks, itertools.cycle(ATTACKERS), strict=False)]
+    found = Found(
+        " + ".join(attack.name for attack in attacks), "; ".join(attack.about for attack in attacks)
+    )
+    batches = [
+        encoded(attack, client, times)
+        for attack, client in zip(attacks, itertools.cycle(ATTACKERS), strict=False)
+    ]
     answers: Counter[str] = Counter()
-    with Canary(server.port, server.process.pid, all(attack.grammars for attack in attacks)) as canary:
+    with Canary(
+        server.port, server.process.pid, all(attack.grammars for attack in attacks)
+    ) as canary:
         await asyncio.sleep(WARM_SECONDS)
         canary.take()
         await asyncio.sleep(QUIET_SECONDS)
@@ -178,14 +249,26 @@ async def measure(server: ServerProcess, attacks: list[Attack], times: int) -> F
         attacked = canary.take()
         await asyncio.sleep(BACK_SECONDS)
         after = canary.take()
-    found.live, found.quiet_gap, found.gap = max(attacked.lives, default=0.0), quantile(quiet.gaps, 0.99), quantile(attacked.gaps, 0.99)
+    found.live, found.quiet_gap, found.gap = (
+        max(attacked.lives, default=0.0),
+        quantile(quiet.gaps, 0.99),
+        quantile(attacked.gaps, 0.99),
+    )
     found.grammar = max(attacked.grammars, default=0.0)
     quiet_memory = statistics.median(quiet.memory)
-    found.memory, found.after = ((most - quiet_memory) / 2**20 for most in (max(attacked.memory), after.memory[-1]))
+    found.memory, found.after = (
+        (most - quiet_memory) / 2**20 for most in (max(attacked.memory), after.memory[-1])
+    )
     found.answers = dict(answers.most_common(4))
-    found.passed = [f"{check.what.strip(': ')} ({check.found})" for check in checks("", quiet, attacked) if not check.holds]
+    found.passed = [
+        f"{check.what.strip(': ')} ({check.found})"
+        for check in checks("", quiet, attacked)
+        if not check.holds
+    ]
     if found.after > MOST_AFTER:
-        found.passed.append(f"at most {MOST_AFTER} MiB more {BACK_SECONDS:g} s later ({found.after:.0f} MiB)")
+        found.passed.append(
+            f"at most {MOST_AFTER} MiB more {BACK_SECONDS:g} s later ({found.after:.0f} MiB)"
+        )
     return found
 
 
@@ -197,25 +280,41 @@ def run(attacks: list[Attack], times: int) -> Found:
         for attack in attacks:
             if attack.prepare is not None:
                 attack.prepare(model)
-        digests = ",".join(hashlib.sha256(client.encode()).hexdigest() for client in (KEY, *ATTACKERS))
+        digests = ",".join(
+            hashlib.sha256(client.encode()).hexdigest() for client in (KEY, *ATTACKERS)
+        )
         log = Path(folder) / "log"
-        with log.open("w") as errors, ServerProcess(model, "--server.api_keys", digests, stderr=errors) as server:
+        with (
+            log.open("w") as errors,
+            ServerProcess(model, "--server.api_keys", digests, stderr=errors) as server,
+        ):
             return asyncio.run(measure(server, attacks, times))
 
 
 def show(found: Found) -> None:
     figures = (
-        f"{found.name:12} live {found.live * 1e3:6.0f} ms  gap p99 {found.quiet_gap * 1e3:5.1f} -> {found.gap * 1e3:6.1f} ms  "
-        f"grammar {found.grammar * 1e3:6.0f} ms  memory +{found.memory:5.0f} MiB, after +{found.after:4.0f}"
+        f"{found.name:12} live {found.live * 1e3:6.0f} ms  gap p99 {found.quiet_gap * 1e3:5.1f} "
+        f"-> {found.gap * 1e3:6.1f} ms  "
+        f"grammar {found.grammar * 1e3:6.0f} ms  memory +{found.memory:5.0f} MiB, after "
+        f"+{found.after:4.0f}"
     )
-    print(figures, "  PASSED: " + ", ".join(found.passed) if found.passed else "  holds", sep="", flush=True)
+    print(
+        figures,
+        "  PASSED: " + ", ".join(found.passed) if found.passed else "  holds",
+        sep="",
+        flush=True,
+    )
     for answer, count in found.answers.items():
         print(f"    {count:4} x {answer}", flush=True)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="names of attacks; default: all, one after the other")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="", help="names of attacks; default: all, one after the other"
+    )
     parser.add_argument("--together", default="", help="names of attacks to run at the same time")
     parser.add_argument("--times", type=int, default=10)
     parser.add_argument("--output", type=Path)
@@ -230,7 +329,9 @@ def main() -> int:
         all_found.append(run(attacks, options.times))
         show(all_found[-1])
     if options.output is not None:
-        options.output.write_text(json.dumps([asdict(found) for found in all_found], indent=1) + "\n")
+        options.output.write_text(
+            json.dumps([asdict(found) for found in all_found], indent=1) + "\n"
+        )
     return int(any(found.passed for found in all_found))
 
 

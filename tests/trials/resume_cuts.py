@@ -1,14 +1,17 @@
-"""A resumable stream cut at every event, read by real EventSource clients: what they join must be what an uncut client gets.
+"""A resumable stream cut at every event, read by real EventSource clients: what they join must be
+what an uncut client gets.
 
     python -m tests.trials.resume_cuts --output DIR [--tokens 24] [--client httpx|chromium|all]
 
-    httpx     httpx-sse: leaves after the n-th event, comes back with Last-Event-ID until it is told 204; and leaves after every event
+    httpx     httpx-sse: leaves after the n-th event,
+    comes back with Last-Event-ID until it is told 204; and leaves after every event
     chromium  Debian's browser (`apt-get install chromium`), headless: a page starts the stream, follows it with EventSource, and reconnects
-              by itself. A proxy in this process cuts its connection behind the n-th event, or in the middle of the one after it.
+              by itself. A proxy in this process cuts its connection behind the n-th event,
+              or in the middle of the one after it.
 
-Both dialects, greedy and seeded. Exit status 1 for a text or token that differs, an id that is not the one after the last, or a client
-that is not told to stop.
-"""
+Both dialects, greedy and seeded. Exit status 1 for a text or token that differs, an id that is not
+the one after the last, or a client that is not told to stop.
+"""  # noqa: E501
 
 import argparse
 import asyncio
@@ -35,7 +38,14 @@ from tests.support.wire import Event
 AT_ONCE = 8
 BROWSER_AT_ONCE = 4
 """A browser opens six connections to a host, and each stream has one at a time."""
-BROWSER_FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
+BROWSER_FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-sync",
+]
 BROWSER_FLAGS += ["--disable-background-networking", "--disable-component-update"]
 BROWSER_SECONDS = 600
 PAGE = """<!doctype html><title>cuts</title><script>
@@ -60,12 +70,14 @@ async function one(job) {
 }
 async function worker() { while (jobs.length) await one(jobs.shift()); }
 for (let i = 0; i < AT_ONCE; i++) worker();
-</script>"""
+</script>"""  # noqa: E501
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where one stream is cut: after `index` events, or in the middle of the event after those, or after every event."""
+    """Where one stream is cut: after `index` events, or in the middle of the event after those, or
+    after every event.
+    """
 
     question: Ask
     kind: str
@@ -90,7 +102,9 @@ class Joined:
             self.answer.failure = self.answer.failure or f"{type(error).__name__}: {error}"
 
     def problem(self, oracle: Answer) -> str | None:
-        expected = [f"{self.stream_id}.{number}" for number in range(1, len(self.answer.event_ids) + 1)]
+        expected = [
+            f"{self.stream_id}.{number}" for number in range(1, len(self.answer.event_ids) + 1)
+        ]
         if self.answer.event_ids != expected:
             return f"ids {[id.rpartition('.')[2] for id in self.answer.event_ids]}"
         if not self.answer.over:
@@ -102,7 +116,9 @@ class Joined:
 
 
 async def cut_httpx(client: httpx.AsyncClient, cut: Cut) -> Joined:
-    """Reads `index` events (or one on each connection), leaves, and comes back until there is nothing more."""
+    """Reads `index` events (or one on each connection), leaves, and comes back until there is
+    nothing more.
+    """
     joined = Joined(cut, Answer(cut.question))
     method, path, headers = "POST", cut.question.path, dict[str, str]()
     body: dict[str, Any] | None = cut.question.body
@@ -130,7 +146,9 @@ async def read_httpx(source: Any, joined: Joined, leave_after: int | None) -> No
 
 async def all_httpx(server: Server, cuts: list[Cut]) -> list[Joined]:
     places = asyncio.Semaphore(AT_ONCE)
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", trust_env=False, timeout=60) as client:
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{server.port}", trust_env=False, timeout=60
+    ) as client:
         with progress() as bar:
             task = bar.add_task("httpx-sse", total=len(cuts))
 
@@ -148,7 +166,9 @@ async def all_httpx(server: Server, cuts: list[Cut]) -> list[Joined]:
 
 @dataclass(slots=True)
 class Proxy:
-    """Hands requests on to the server; cuts the first connection of a stream where its path says. Serves the page and takes its results."""
+    """Hands requests on to the server; cuts the first connection of a stream where its path says.
+    Serves the page and takes its results.
+    """
 
     server_port: int
     page: str
@@ -170,7 +190,10 @@ class Proxy:
             body = await reader.readexactly(int(length[1])) if length else b""
             method, path, _ = head.split(b"\r\n")[0].decode().split(" ")
             if path == "/page":
-                writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\nconnection: close\r\n\r\n" + self.page.encode())
+                writer.write(
+                    b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\nconnection: close\r\n\r\n"
+                    + self.page.encode()
+                )
             elif path == "/result":
                 self.take(json.loads(body))
                 writer.write(b"HTTP/1.1 204 No Content\r\nconnection: close\r\n\r\n")
@@ -184,19 +207,28 @@ class Proxy:
         joined.stream_id = result["id"]
         for id, data in result["events"]:
             joined.take(data, id)
-        joined.connections, joined.stopped = self.seen[joined.stream_id], joined.stream_id in self.stopped
+        joined.connections, joined.stopped = (
+            self.seen[joined.stream_id],
+            joined.stream_id in self.stopped,
+        )
         self.results += 1
         if self.results == len(self.joined):
             self.over.set()
 
-    async def hand_on(self, method: str, path: str, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+    async def hand_on(
+        self, method: str, path: str, head: bytes, body: bytes, writer: asyncio.StreamWriter
+    ) -> None:
         """Pipes the reply through, up to the cut."""
         match = re.fullmatch(r"/cut/(\w+)/(\d+)(/v1/streams/(.+))", path)
         kind, index, stream_id = "", 0, ""
         if match is not None:
             kind, index, path, stream_id = match[1], int(match[2]), match[3], match[4]
             self.seen[stream_id] += 1
-        lines = [line for line in head.split(b"\r\n")[1:-2] if not line.lower().startswith((b"connection:", b"host:"))]
+        lines = [
+            line
+            for line in head.split(b"\r\n")[1:-2]
+            if not line.lower().startswith((b"connection:", b"host:"))
+        ]
         first = f"{method} {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close".encode()
         theirs, ours = await asyncio.open_connection("127.0.0.1", self.server_port)
         try:
@@ -214,8 +246,12 @@ class Proxy:
         finally:
             ours.close()
 
-    async def pipe_up_to(self, theirs: asyncio.StreamReader, writer: asyncio.StreamWriter, kind: str, index: int) -> None:
-        """`index` events, and half of the next one if that is wanted; then the connection is closed in mid-reply."""
+    async def pipe_up_to(
+        self, theirs: asyncio.StreamReader, writer: asyncio.StreamWriter, kind: str, index: int
+    ) -> None:
+        """`index` events, and half of the next one if that is wanted; then the connection is closed
+        in mid-reply.
+        """
         with suppress(asyncio.IncompleteReadError):
             for _ in range(index):
                 writer.write(await theirs.readuntil(b"\n\n"))
@@ -226,12 +262,22 @@ class Proxy:
 
 
 async def all_chromium(server: Server, cuts: list[Cut], scratch: Path) -> list[Joined]:
-    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    program = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     if program is None:
         raise SystemExit("this needs a browser: apt-get install chromium")
     joined = [Joined(cut, Answer(cut.question)) for cut in cuts]
     jobs = [
-        {"number": number, "path": cut.question.path, "body": cut.question.body, "kind": cut.kind, "index": cut.index}
+        {
+            "number": number,
+            "path": cut.question.path,
+            "body": cut.question.body,
+            "kind": cut.kind,
+            "index": cut.index,
+        }
         for number, cut in enumerate(cuts)
     ]
     page = PAGE.replace("JOBS", json.dumps(jobs)).replace("AT_ONCE", str(BROWSER_AT_ONCE))
@@ -239,7 +285,9 @@ async def all_chromium(server: Server, cuts: list[Cut], scratch: Path) -> list[J
     listener = await asyncio.start_server(proxy.serve, "127.0.0.1", 0, limit=2**20)
     url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}/page"
     browser = subprocess.Popen(
-        [program, *BROWSER_FLAGS, f"--user-data-dir={scratch}/browser", url], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [program, *BROWSER_FLAGS, f"--user-data-dir={scratch}/browser", url],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     try:
         with progress() as bar, suppress(TimeoutError):
@@ -274,35 +322,64 @@ def cuts_of(oracles: list[Answer], kinds: tuple[str, ...]) -> list[Cut]:
         events = len(oracle.ids) + (oracle.ask.dialect == "openai")
         question = replace(oracle.ask, resumable=True)
         for kind in kinds:
-            cuts += [Cut(question, kind, 1)] if kind == "each" else [Cut(question, kind, index) for index in range(events + 1)]
+            cuts += (
+                [Cut(question, kind, 1)]
+                if kind == "each"
+                else [Cut(question, kind, index) for index in range(events + 1)]
+            )
     return cuts
 
 
 def checks_of(name: str, results: list[Joined], oracles: dict[str, Answer]) -> list[Check]:
-    problems = [(each.cut, problem) for each in results if (problem := each.problem(oracles[str(each.cut.question.prompt)]))]
+    problems = [
+        (each.cut, problem)
+        for each in results
+        if (problem := each.problem(oracles[str(each.cut.question.prompt)]))
+    ]
     wrong = {cut for cut, _ in problems}
     groups: dict[tuple[str, str], list[Joined]] = {}
     for each in results:
         groups.setdefault((each.cut.question.dialect, each.cut.kind), []).append(each)
     rows = [
-        (f"{dialect}, {kind}", len(group), sum(each.connections for each in group), sum(each.cut in wrong for each in group))
+        (
+            f"{dialect}, {kind}",
+            len(group),
+            sum(each.connections for each in group),
+            sum(each.cut in wrong for each in group),
+        )
         for (dialect, kind), group in groups.items()
     ]
     show((name, "cuts", "connections", "differ"), rows)
-    told = [f"{cut.question.dialect} {cut.kind} {cut.index}: {problem}" for cut, problem in problems]
+    told = [
+        f"{cut.question.dialect} {cut.kind} {cut.index}: {problem}" for cut, problem in problems
+    ]
     again = sum(each.connections > 1 for each in results)
     return [
         Check(
-            f"{name}: what is joined is what was not cut, ids consecutive, told to stop", not problems, f"{len(results)} cuts; {told[:5]}"
+            f"{name}: what is joined is what was not cut, ids consecutive, told to stop",
+            not problems,
+            f"{len(results)} cuts; {told[:5]}",
         ),
-        Check(f"{name}: every client came back", again == len(results), f"{again} of {len(results)}"),
+        Check(
+            f"{name}: every client came back", again == len(results), f"{again} of {len(results)}"
+        ),
     ]
 
 
 async def run(options: argparse.Namespace, scratch: Path) -> int:
-    server = await Server.start((options.output or scratch) / "resume_cuts.log", "--server.keep_alive", "3600", "--server.lb_grace", "0")
+    server = await Server.start(
+        (options.output or scratch) / "resume_cuts.log",
+        "--server.keep_alive",
+        "3600",
+        "--server.lb_grace",
+        "0",
+    )
     checks: list[Check] = []
-    result: Found = {"tokens": options.tokens, "clients": {"httpx-sse": version("httpx-sse"), "chromium": browser_version()}, "cuts": {}}
+    result: Found = {
+        "tokens": options.tokens,
+        "clients": {"httpx-sse": version("httpx-sse"), "chromium": browser_version()},
+        "cuts": {},
+    }
     try:
         info = await server.info()
         oracles = [await ask(server.port, question) for question in asks(4, options.tokens, seed=9)]
@@ -311,22 +388,35 @@ async def run(options: argparse.Namespace, scratch: Path) -> int:
             if name == "httpx":
                 results = await all_httpx(server, cuts_of(oracles, ("behind", "each")))
             else:
-                results = await all_chromium(server, cuts_of(oracles[1:3], ("behind", "middle")), scratch)
+                results = await all_chromium(
+                    server, cuts_of(oracles[1:3], ("behind", "middle")), scratch
+                )
             checks += checks_of(name, results, by_prompt)
             result["cuts"][name] = [
-                {"dialect": r.cut.question.dialect, "kind": r.cut.kind, "index": r.cut.index, "connections": r.connections}
+                {
+                    "dialect": r.cut.question.dialect,
+                    "kind": r.cut.kind,
+                    "index": r.cut.index,
+                    "connections": r.connections,
+                }
                 | {"problem": r.problem(by_prompt[str(r.cut.question.prompt)])}
                 for r in results
             ]
         idle = await server.until_idle()
     finally:
         status = await server.stop()
-    checks.append(Check("idle afterwards, exit status 0", idle and status == 0, f"idle {idle}, status {status}"))
+    checks.append(
+        Check(
+            "idle afterwards, exit status 0", idle and status == 0, f"idle {idle}, status {status}"
+        )
+    )
     return conclude("resume_cuts", options.output, info, result, checks)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, help="an existing folder")
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--client", choices=("httpx", "chromium", "all"), default="all")

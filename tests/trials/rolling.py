@@ -1,13 +1,16 @@
-"""Servers replaced under load behind a proxy, and a server told to end under 64 streams: nothing may be lost.
+"""Servers replaced under load behind a proxy, and a server told to end under 64 streams: nothing
+may be lost.
 
-    python -m tests.trials.rolling --output DIR [--requests 5000] [--clients 16] [--streams 64] [-- SERVE_OPTIONS]
+    python -m tests.trials.rolling --output DIR [--requests 5000] [--clients 16] [--streams 64] [--
+    SERVE_OPTIONS]
 
-Starts two servers and Debian's nginx (`apt-get install nginx-light`) in front of them. While clients send short requests through the proxy,
-half of them streaming, the servers are replaced in turn: SIGTERM, exit status 0, a new one on the same port, ready, the other. Every
-request must get the answer that an undisturbed server gives, and every replaced server must end with 0.
+Starts two servers and Debian's nginx (`apt-get install nginx-light`) in front of them. While
+clients send short requests through the proxy, half of them streaming, the servers are replaced in
+turn: SIGTERM, exit status 0, a new one on the same port, ready, the other. Every request must get
+the answer that an undisturbed server gives, and every replaced server must end with 0.
 
-Then one server gets SIGTERM while it streams to 64 clients, directly: all must get their whole answer, and it must end with 0.
-Arguments after `--` are options of the servers.
+Then one server gets SIGTERM while it streams to 64 clients, directly: all must get their whole
+answer, and it must end with 0. Arguments after `--` are options of the servers.
 """
 
 import argparse
@@ -28,7 +31,8 @@ from tests.support.live import Answer, Ask, Server, ask, asks
 from tests.support.report import Check, Found, conclude, progress, show
 
 LB_GRACE = 1.0
-"""How long a server that ends still answers newcomers with 503. The proxy tries the other one on each, so it need not be long."""
+"""How long a server that ends still answers newcomers with 503. The proxy tries the other one on
+each, so it need not be long."""
 NGINX = """
 daemon off; pid {folder}/nginx.pid; error_log {folder}/nginx-error.log warn; worker_processes 1;
 events {{ worker_connections 1024; }}
@@ -55,7 +59,7 @@ http {{
         }}
     }}
 }}
-"""
+"""  # noqa: E501
 
 
 def free_port() -> int:
@@ -74,7 +78,9 @@ class Proxy:
         self.log = folder / "nginx-error.log"
         config = folder / "nginx.conf"
         config.write_text(NGINX.format(folder=folder, ports=ports, port=self.port))
-        self.process = subprocess.Popen([program, "-c", str(config), "-p", str(folder), "-e", str(self.log)])
+        self.process = subprocess.Popen(
+            [program, "-c", str(config), "-p", str(folder), "-e", str(self.log)]
+        )
 
     async def until_up(self) -> None:
         async with asyncio.timeout(10):
@@ -112,7 +118,9 @@ class Roll:
     answered: Counter[str] = field(default_factory=Counter)
 
 
-async def client(port: int, questions: Iterator[Ask], oracles: dict[Ask, Answer], roll: Roll) -> None:
+async def client(
+    port: int, questions: Iterator[Ask], oracles: dict[Ask, Answer], roll: Roll
+) -> None:
     """Sends one request after the other until there are none left."""
     for question in questions:
         answer = await ask(port, question)
@@ -120,13 +128,19 @@ async def client(port: int, questions: Iterator[Ask], oracles: dict[Ask, Answer]
         oracle = oracles[replace(question, stream=True)]
         problem = answer.problem(oracle)
         roll.latencies.append(answer.end - answer.sent)
-        roll.answered[f"{question.dialect}, {'stream' if question.stream else 'whole'}"] += problem is None
+        roll.answered[f"{question.dialect}, {'stream' if question.stream else 'whole'}"] += (
+            problem is None
+        )
         if problem is not None:
             roll.lost.append(f"{question.dialect}, seed {question.seed}: {problem}")
 
 
-async def replace_in_turn(servers: list[Server], options: list[str], roll: Roll, over: asyncio.Event) -> None:
-    """The servers one after the other, again and again, as a deployment would: the next only when the last is ready."""
+async def replace_in_turn(
+    servers: list[Server], options: list[str], roll: Roll, over: asyncio.Event
+) -> None:
+    """The servers one after the other, again and again, as a deployment would: the next only when
+    the last is ready.
+    """
     number = 0
     while not over.is_set():
         old = servers[number]
@@ -134,13 +148,21 @@ async def replace_in_turn(servers: list[Server], options: list[str], roll: Roll,
         status = await old.stop()
         drained = time.perf_counter()
         servers[number] = await Server.start(old.log, *options, port=old.port)
-        roll.replacements.append(Replacement(old.port, drained - began, time.perf_counter() - drained, status))
+        roll.replacements.append(
+            Replacement(old.port, drained - began, time.perf_counter() - drained, status)
+        )
         number = 1 - number
 
 
-async def roll_under_load(options: argparse.Namespace, folder: Path, arguments: list[str]) -> tuple[Found, Found, list[Check]]:
+async def roll_under_load(
+    options: argparse.Namespace, folder: Path, arguments: list[str]
+) -> tuple[Found, Found, list[Check]]:
     """The rolling replacement; what is served, the figures, the checks."""
-    servers = list(await asyncio.gather(*(Server.start(folder / f"rolling-{i}.log", *arguments) for i in range(2))))
+    servers = list(
+        await asyncio.gather(
+            *(Server.start(folder / f"rolling-{i}.log", *arguments) for i in range(2))
+        )
+    )
     questions = asks(8, 8, seed=5, prompt_tokens=(4, 24))
     roll, over = Roll(), asyncio.Event()
     with tempfile.TemporaryDirectory() as scratch:
@@ -150,10 +172,14 @@ async def roll_under_load(options: argparse.Namespace, folder: Path, arguments: 
             info = await servers[0].info()
             oracles = {question: await ask(servers[0].port, question) for question in questions}
             with progress() as bar:
-                todo = (replace(questions[i % 8], stream=i % 16 < 8) for i in range(options.requests))
+                todo = (
+                    replace(questions[i % 8], stream=i % 16 < 8) for i in range(options.requests)
+                )
                 counted = iter(bar.track(todo, total=options.requests, description="requests"))
                 replacing = asyncio.create_task(replace_in_turn(servers, arguments, roll, over))
-                await asyncio.gather(*(client(proxy.port, counted, oracles, roll) for _ in range(options.clients)))
+                await asyncio.gather(
+                    *(client(proxy.port, counted, oracles, roll) for _ in range(options.clients))
+                )
                 over.set()
                 await replacing
         finally:
@@ -166,7 +192,11 @@ async def roll_under_load(options: argparse.Namespace, folder: Path, arguments: 
     complete = answered == options.requests and not roll.lost
     turns = sorted(Counter(each.port for each in roll.replacements).values())
     checks = [
-        Check("rolling: every request has its undisturbed answer", complete, f"{answered} of {options.requests}; {roll.lost[:3]}"),
+        Check(
+            "rolling: every request has its undisturbed answer",
+            complete,
+            f"{answered} of {options.requests}; {roll.lost[:3]}",
+        ),
         Check(
             "rolling: each server was replaced twice or more",
             len(turns) == 2 and turns[0] >= 2,
@@ -201,14 +231,21 @@ def show_roll(roll: Roll) -> None:
     show(("rolling", "count", "p50", "p99", "max"), rows)
 
 
-async def drain_under_streams(folder: Path, count: int, *arguments: str) -> tuple[Found, list[Check]]:
+async def drain_under_streams(
+    folder: Path, count: int, *arguments: str
+) -> tuple[Found, list[Check]]:
     """SIGTERM when every stream has begun."""
-    server = await Server.start(folder / "rolling-drain.log", "--engine.max_running", str(count), *arguments)
+    server = await Server.start(
+        folder / "rolling-drain.log", "--engine.max_running", str(count), *arguments
+    )
     questions = asks(count, 64, seed=6, prompt_tokens=(4, 24))
     begun: set[Ask] = set()
     try:
         oracles = await asyncio.gather(*(ask(server.port, question) for question in questions))
-        tasks = [asyncio.create_task(ask(server.port, question, lambda answer: begun.add(answer.ask))) for question in questions]
+        tasks = [
+            asyncio.create_task(ask(server.port, question, lambda answer: begun.add(answer.ask)))
+            for question in questions
+        ]
         async with asyncio.timeout(60):
             while len(begun) < count:
                 await asyncio.sleep(0.01)
@@ -217,13 +254,30 @@ async def drain_under_streams(folder: Path, count: int, *arguments: str) -> tupl
         seconds = time.perf_counter() - began
     finally:
         await server.stop()
-    problems = [p for task, oracle in zip(tasks, oracles, strict=True) if (p := (await task).problem(oracle))]
+    problems = [
+        p
+        for task, oracle in zip(tasks, oracles, strict=True)
+        if (p := (await task).problem(oracle))
+    ]
     checks = [
-        Check(f"SIGTERM under {count} streams: all complete", not problems, f"{len(problems)} differ; {problems[:3]}"),
-        Check("drain: the streams were open at the signal", open_streams > count // 2, f"{open_streams} of {count}"),
+        Check(
+            f"SIGTERM under {count} streams: all complete",
+            not problems,
+            f"{len(problems)} differ; {problems[:3]}",
+        ),
+        Check(
+            "drain: the streams were open at the signal",
+            open_streams > count // 2,
+            f"{open_streams} of {count}",
+        ),
         Check("drain: exit status 0", status == 0, f"{status} after {seconds:.2f} s"),
     ]
-    return {"streams": count, "open_at_signal": open_streams, "seconds": seconds, "problems": problems}, checks
+    return {
+        "streams": count,
+        "open_at_signal": open_streams,
+        "seconds": seconds,
+        "problems": problems,
+    }, checks
 
 
 async def run(options: argparse.Namespace, folder: Path) -> int:
@@ -235,7 +289,9 @@ async def run(options: argparse.Namespace, folder: Path) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, help="an existing folder")
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--clients", type=int, default=16)

@@ -1,10 +1,12 @@
-"""A million histories of a simulated server (tests/simulation): everything that can go wrong, and what must hold all the same.
+"""A million histories of a simulated server (tests/simulation): everything that can go wrong, and
+what must hold all the same.
 
     python -m tests.trials.simulate [--seeds 1000000] [--first 0] [--workers 2] [--output DIR]
 
-Each seed is one history of the real supervisor, engine loop, scheduler and stream store under a virtual clock, with up to three kinds of
-fault. Prints how often each fault and each rare path came up, and writes simulate.json into DIR; a seed that fails is printed with its
-history. Exit status 1 if a history breaks an invariant, or if something came up in less than one of a hundred histories.
+Each seed is one history of the real supervisor, engine loop, scheduler and stream store under a
+virtual clock, with up to three kinds of fault. Prints how often each fault and each rare path came
+up, and writes simulate.json into DIR; a seed that fails is printed with its history. Exit status 1
+if a history breaks an invariant, or if something came up in less than one of a hundred histories.
 """
 
 import argparse
@@ -67,22 +69,37 @@ def tell(seeds: list[int]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=1_000_000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     began = time.perf_counter()
-    seen, failed, cpu = run_all(range(options.first, options.first + options.seeds), options.workers)
+    seen, failed, cpu = run_all(
+        range(options.first, options.first + options.seeds), options.workers
+    )
     seconds = time.perf_counter() - began
-    show(("what came up", "times", "of 100,000 histories"), ((what, n, round(n * 1e5 / options.seeds)) for what, n in sorted(seen.items())))
+    show(
+        ("what came up", "times", "of 100,000 histories"),
+        ((what, n, round(n * 1e5 / options.seeds)) for what, n in sorted(seen.items())),
+    )
     told = tell(failed)
     common = simulation.common()
     rarest = min(common, key=lambda name: seen[name])
     checks = [
-        Check("every invariant holds in every history", not failed, f"{len(failed)} of {options.seeds:,} fail: {failed[:10]}"),
-        Check("everything comes up in one of a hundred", seen[rarest] >= SHARE * options.seeds, f"least of all: {rarest}, {seen[rarest]}"),
+        Check(
+            "every invariant holds in every history",
+            not failed,
+            f"{len(failed)} of {options.seeds:,} fail: {failed[:10]}",
+        ),
+        Check(
+            "everything comes up in one of a hundred",
+            seen[rarest] >= SHARE * options.seeds,
+            f"least of all: {rarest}, {seen[rarest]}",
+        ),
     ]
     each = cpu * 1e3 / options.seeds
     print(f"{options.seeds:,} histories in {seconds:.0f} s, {each:.2f} ms of a processor each")

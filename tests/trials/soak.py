@@ -1,15 +1,19 @@
-"""An hour under mixed load while the engine is killed again and again: nothing may be lost, and nothing may grow.
+"""An hour under mixed load while the engine is killed again and again: nothing may be lost, and
+nothing may grow.
 
-    scripts/soak --minutes 60 --output DIR [--rate REQUESTS_PER_SECOND] [--kill_every MINUTES] [--quiet MINUTES]
+    scripts/soak --minutes 60 --output DIR [--rate REQUESTS_PER_SECOND] [--kill_every MINUTES]
+    [--quiet MINUTES]
 
-Measures what the machine can do with this traffic, then sends half of that, open loop: Poisson arrivals, heavy-tailed lengths, both
-dialects, and among them clients that leave, read slowly, lose their connection and resume, or ask for nonsense. Canaries, a fixed set of
-questions, must get the answers of before. Every few minutes the engine is killed. At the end come minutes without kills, in which one
-engine has the time to show whether it grows.
+Measures what the machine can do with this traffic, then sends half of that, open loop: Poisson
+arrivals, heavy-tailed lengths, both dialects, and among them clients that leave, read slowly, lose
+their connection and resume, or ask for nonsense. Canaries, a fixed set of questions, must get the
+answers of before. Every few minutes the engine is killed. At the end come minutes without kills, in
+which one engine has the time to show whether it grows.
 
-Samples memory, descriptors and threads of both processes, pages and open requests every five seconds, latencies in windows. After a
-warm-up each series gets a slope with an interval (slopes.py says how): it must hold zero, or the drift over the run be under 1 %.
-Engines are compared with each other at the same age. Exit status 1 for anything lost, wrong, grown or not given back.
+Samples memory, descriptors and threads of both processes, pages and open requests every five
+seconds, latencies in windows. After a warm-up each series gets a slope with an interval (slopes.py
+says how): it must hold zero, or the drift over the run be under 1 %. Engines are compared with each
+other at the same age. Exit status 1 for anything lost, wrong, grown or not given back.
 """
 
 import argparse
@@ -34,7 +38,14 @@ from tests.trials.traffic import Outcome, Traffic
 
 CALIBRATION_CLIENTS = 16
 RETENTION = 20.0
-ARGUMENTS = ["--server.lb_grace", "0", "--server.resume_retention", str(RETENTION), "--cache.pages", "600"]
+ARGUMENTS = [
+    "--server.lb_grace",
+    "0",
+    "--server.resume_retention",
+    str(RETENTION),
+    "--cache.pages",
+    "600",
+]
 """A small cache, so that a leak is not lost in it, and so that it is full at times."""
 MOST_REFUSED = 0.01
 """Of all requests: what may be told 429 while an engine is replaced."""
@@ -134,7 +145,11 @@ class Soak:
         task = bar.add_task("soak, seconds", total=round(until))
         while self.now < until:
             lost = f", {len(self.problems)} problems" if self.problems else ""
-            bar.update(task, completed=round(self.now), description=f"soak, seconds; {self.outcomes.total()} requests{lost}")
+            bar.update(
+                task,
+                completed=round(self.now),
+                description=f"soak, seconds; {self.outcomes.total()} requests{lost}",
+            )
             await asyncio.sleep(1)
         bar.update(task, completed=round(until))
 
@@ -178,28 +193,53 @@ async def at_rest(soak: Soak) -> dict[str, float]:
     while soak.now < end and (found["resume_bytes"] or found["detached"]):
         await asyncio.sleep(1)
         found = await soak.sample()
-    # The connection that asked for the last sample may not be closed yet when the descriptors are counted: the least of a few counts.
+    # The connection that asked for the last sample may not be closed yet when the descriptors are
+    # counted: the least of a few counts.
     for _ in range(5):
         await asyncio.sleep(0.2)
         found["api_fds"] = min(found["api_fds"], (await soak.sample())["api_fds"])
     return found
 
 
-def checks_of(soak: Soak, before: dict[str, float], after: dict[str, float], restarts: float, warmup: float) -> list[Check]:
+def checks_of(
+    soak: Soak, before: dict[str, float], after: dict[str, float], restarts: float, warmup: float
+) -> list[Check]:
     total, problems = soak.outcomes.total(), soak.problems
     refused = sum(count for word, count in soak.outcomes.items() if word.endswith(": full"))
     kills = len(soak.lives) - 1
     most_threads = max(sample["api_threads"] for sample in soak.samples if sample["time"] <= warmup)
     threads = after["api_threads"]
-    held = {name: after[name] for name in ("pages", "running", "waiting", "detached", "resume_bytes")}
+    held = {
+        name: after[name] for name in ("pages", "running", "waiting", "detached", "resume_bytes")
+    }
     return [
-        Check("nothing lost, nothing wrong", not problems, f"{len(problems)} of {total}; {problems[:3]}"),
-        Check("every kind of client was there", {word.split(":")[0] for word in soak.outcomes} >= set(EXPECTED), str(dict(soak.outcomes))),
-        Check(f"at most {MOST_REFUSED:.0%} told 429", refused <= MOST_REFUSED * total, f"{refused} of {total}"),
+        Check(
+            "nothing lost, nothing wrong",
+            not problems,
+            f"{len(problems)} of {total}; {problems[:3]}",
+        ),
+        Check(
+            "every kind of client was there",
+            {word.split(":")[0] for word in soak.outcomes} >= set(EXPECTED),
+            str(dict(soak.outcomes)),
+        ),
+        Check(
+            f"at most {MOST_REFUSED:.0%} told 429",
+            refused <= MOST_REFUSED * total,
+            f"{refused} of {total}",
+        ),
         Check("one restart for each kill", restarts == kills, f"{restarts:.0f} for {kills}"),
         Check("at rest: no page, request, or kept stream", not any(held.values()), str(held)),
-        Check("at rest: descriptors as before", after["api_fds"] <= before["api_fds"], f"{before['api_fds']:.0f}, {after['api_fds']:.0f}"),
-        Check("at rest: threads as in the warm-up", threads <= most_threads, f"{most_threads:.0f}, {threads:.0f}"),
+        Check(
+            "at rest: descriptors as before",
+            after["api_fds"] <= before["api_fds"],
+            f"{before['api_fds']:.0f}, {after['api_fds']:.0f}",
+        ),
+        Check(
+            "at rest: threads as in the warm-up",
+            threads <= most_threads,
+            f"{most_threads:.0f}, {threads:.0f}",
+        ),
     ]
 
 
@@ -229,7 +269,9 @@ async def run(options: argparse.Namespace) -> int:
     status = -1
     try:
         info = await server.info()
-        canaries: list[Answer] = [await ask(server.port, question) for question in asks(8, 32, seed=11)]
+        canaries: list[Answer] = [
+            await ask(server.port, question) for question in asks(8, 32, seed=11)
+        ]
         traffic = Traffic(server.port, options.seed, canaries)
         capacity = await calibrate(traffic, options.calibrate) if options.rate is None else None
         rate = options.rate if capacity is None else capacity / 2
@@ -251,21 +293,47 @@ async def run(options: argparse.Namespace) -> int:
     tell(slopes, rate, capacity, soak.outcomes, soak.tokens)
     draw_soak(series, folder / "soak.png")
     checks = checks_of(soak, before, after, restarts, warmup)
-    checks += [Check(f"does not grow: {each.name}", each.is_none, each.in_words()) for each in slopes]
+    checks += [
+        Check(f"does not grow: {each.name}", each.is_none, each.in_words()) for each in slopes
+    ]
     checks.append(Check("exit status 0", status == 0, str(status)))
-    result: Found = {"arguments": arguments, "rate": rate, "capacity": capacity, "outcomes": soak.outcomes, "problems": soak.problems[:200]}
-    result |= {"before": before, "after": after, "slopes": [each.told() for each in slopes], "series": series.told()}
+    result: Found = {
+        "arguments": arguments,
+        "rate": rate,
+        "capacity": capacity,
+        "outcomes": soak.outcomes,
+        "problems": soak.problems[:200],
+    }
+    result |= {
+        "before": before,
+        "after": after,
+        "slopes": [each.told() for each in slopes],
+        "series": series.told(),
+    }
     return conclude("soak", folder, info, result, checks)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("runs/soak"), help="folder; made where it is missing (default: runs/soak)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("runs/soak"),
+        help="folder; made where it is missing (default: runs/soak)",
+    )
     parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--quiet", type=float, default=10, help="minutes of the same load afterwards, without kills")
-    parser.add_argument("--rate", type=float, help="requests a second; default: half of what a calibration finds")
+    parser.add_argument(
+        "--quiet", type=float, default=10, help="minutes of the same load afterwards, without kills"
+    )
+    parser.add_argument(
+        "--rate", type=float, help="requests a second; default: half of what a calibration finds"
+    )
     parser.add_argument("--calibrate", type=float, default=30, help="seconds of calibration")
-    parser.add_argument("--kill_every", type=float, default=5, help="minutes between kills; 0: none")
+    parser.add_argument(
+        "--kill_every", type=float, default=5, help="minutes between kills; 0: none"
+    )
     parser.add_argument("--sample", type=float, default=5, help="seconds between samples")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("serve", nargs="*", help="options of `onehead serve`, after --")

@@ -1,4 +1,5 @@
-"""What a soak shows: the slopes of its series, a table of them, and a picture of everything on one page.
+"""What a soak shows: the slopes of its series, a table of them, and a picture of everything on one
+page.
 
 It knows the samples and when each engine lived, and nothing of how they came about.
 """
@@ -35,7 +36,8 @@ class Series:
     same_age: float
     """Age at which engines are compared with each other."""
     settled: float
-    """Age from which one engine's memory is looked at: before, it loads and touches its cache for the first time."""
+    """Age from which one engine's memory is looked at: before, it loads and touches its cache for
+    the first time."""
 
     @property
     def times(self) -> list[float]:
@@ -46,7 +48,9 @@ class Series:
 
     def told(self) -> dict[str, Any]:
         latencies = {"first_token": windows_of(self.first_tokens), "gap": windows_of(self.gaps)}
-        rest = {key: value for key, value in asdict(self).items() if key not in ("first_tokens", "gaps")}
+        rest = {
+            key: value for key, value in asdict(self).items() if key not in ("first_tokens", "gaps")
+        }
         return rest | {"latencies": latencies}
 
 
@@ -56,7 +60,11 @@ def windows_of(values: Mapping[int, Sequence[float]]) -> dict[int, dict[str, flo
     for number, group in sorted(values.items()):
         ordered = sorted(group)
         if ordered:
-            found[number] = {"count": len(ordered), "p50": percentile(ordered, 0.5), "p99": percentile(ordered, 0.99)}
+            found[number] = {
+                "count": len(ordered),
+                "p50": percentile(ordered, 0.5),
+                "p99": percentile(ordered, 0.99),
+            }
     return found
 
 
@@ -70,28 +78,45 @@ def slopes_of(series: Series) -> list[Slope]:
         ("pages", "pages used", 1),
         ("open", "requests open", 1),
     ):
-        times, values = medians(series.times, [value / unit for value in series.values(name)], series.window)
+        times, values = medians(
+            series.times, [value / unit for value in series.values(name)], series.window
+        )
         found.append(behind_warmup(label, times, values, series.warmup))
-    for label, groups in (("first token p99, ms", series.first_tokens), ("between tokens p99, ms", series.gaps)):
+    for label, groups in (
+        ("first token p99, ms", series.first_tokens),
+        ("between tokens p99, ms", series.gaps),
+    ):
         windows = windows_of(groups)
         times = [(number + 0.5) * series.window for number in windows]
-        found.append(behind_warmup(label, times, [window["p99"] * 1e3 for window in windows.values()], series.warmup))
+        found.append(
+            behind_warmup(
+                label, times, [window["p99"] * 1e3 for window in windows.values()], series.warmup
+            )
+        )
     return found + engines_of(series)
 
 
 def behind_warmup(name: str, times: list[float], values: list[float], warmup: float) -> Slope:
-    kept = [(time / HOUR, value) for time, value in zip(times, values, strict=True) if time >= warmup]
+    kept = [
+        (time / HOUR, value) for time, value in zip(times, values, strict=True) if time >= warmup
+    ]
     return slope(name, [time for time, _ in kept], [value for _, value in kept])
 
 
 def engines_of(series: Series) -> list[Slope]:
-    """Memory from engine to engine at the same age, and within the last one, which was left alone."""
+    """Memory from engine to engine at the same age, and within the last one, which was left
+    alone.
+    """
     began, at_age, around = [], [], min(2 * AGE_BIN, series.same_age / 2)
-    for number, (start, end) in list(enumerate(series.lives))[1:]:  # The first is as old as the calibration before the run.
+    for number, (start, end) in list(enumerate(series.lives))[
+        1:
+    ]:  # The first is as old as the calibration before the run.
         ages = [
             sample["engine_rss"] / MIB
             for sample in series.samples
-            if sample["life"] == number and "engine_rss" in sample and abs(sample["time"] - start - series.same_age) <= around
+            if sample["life"] == number
+            and "engine_rss" in sample
+            and abs(sample["time"] - start - series.same_age) <= around
         ]
         if ages and (end is None or end - start >= series.same_age):
             began.append(start / HOUR)
@@ -99,25 +124,52 @@ def engines_of(series: Series) -> list[Slope]:
     among = slope(f"engines at the age of {series.same_age:.0f} s, MiB", began, at_age)
     last, start = len(series.lives) - 1, series.lives[-1][0]
     of_last: list[tuple[float, float]] = [
-        (s["time"] - start, s["engine_rss"] / MIB) for s in series.samples if s["life"] == last and "engine_rss" in s
+        (s["time"] - start, s["engine_rss"] / MIB)
+        for s in series.samples
+        if s["life"] == last and "engine_rss" in s
     ]
     settled = [(age, rss) for age, rss in of_last if age >= series.settled]
-    times, values = medians([age for age, _ in settled], [rss for _, rss in settled], min(AGE_BIN, series.settled / 2))
+    times, values = medians(
+        [age for age, _ in settled], [rss for _, rss in settled], min(AGE_BIN, series.settled / 2)
+    )
     return [among, slope("the last engine, MiB", [age / HOUR for age in times], values)]
 
 
-def tell(slopes: list[Slope], rate: float, capacity: float | None, outcomes: Counter[str], tokens: int) -> None:
+def tell(
+    slopes: list[Slope], rate: float, capacity: float | None, outcomes: Counter[str], tokens: int
+) -> None:
     """Tables on standard output."""
-    rows = [(word.split(": ")[0], word.split(": ")[1], count) for word, count in sorted(outcomes.items())]
+    rows = [
+        (word.split(": ")[0], word.split(": ")[1], count)
+        for word, count in sorted(outcomes.items())
+    ]
     half = "" if capacity is None else f", half of the {capacity:.2f} that were found possible"
-    show(("client", "outcome", "requests"), rows, f"{rate:.2f} requests/s{half}; {tokens} tokens streamed")
+    show(
+        ("client", "outcome", "requests"),
+        rows,
+        f"{rate:.2f} requests/s{half}; {tokens} tokens streamed",
+    )
     headings = "series", "points", "level", "slope per hour", "95 % interval", "drift", "grows"
     told = []
     for each in slopes:
         grows = "no" if each.is_none else "YES" if each.enough else "too few points"
         interval = f"{each.low:+.3g} to {each.high:+.3g}"
-        told.append((each.name, each.points, f"{each.level:.4g}", f"{each.per_hour:+.3g}", interval, f"{each.drift:+.2%}", grows))
-    show(headings, told, f"grows: the interval does not hold zero, and the drift is {SMALL:.0%} of the level or more")
+        told.append(
+            (
+                each.name,
+                each.points,
+                f"{each.level:.4g}",
+                f"{each.per_hour:+.3g}",
+                interval,
+                f"{each.drift:+.2%}",
+                grows,
+            )
+        )
+    show(
+        headings,
+        told,
+        f"grows: the interval does not hold zero, and the drift is {SMALL:.0%} of the level or more",  # noqa: E501
+    )
 
 
 # --- the picture
@@ -136,11 +188,20 @@ def _panels(figure: Any, series: Series) -> None:
         ("descriptors", [("api_fds", 1), ("engine_fds", 1)]),
         ("threads", [("api_threads", 1), ("engine_threads", 1)]),
         ("cache pages used", [("pages", 1)]),
-        ("requests: open at the clients, running, waiting", [("open", 1), ("running", 1), ("waiting", 1)]),
+        (
+            "requests: open at the clients, running, waiting",
+            [("open", 1), ("running", 1), ("waiting", 1)],
+        ),
     )
     for axes, (title, names) in zip(grid, lines, strict=False):
         for name, unit in names:
-            axes.plot(minutes, [value / unit for value in series.values(name)], ".", markersize=2, label=name)
+            axes.plot(
+                minutes,
+                [value / unit for value in series.values(name)],
+                ".",
+                markersize=2,
+                label=name,
+            )
         axes.set_title(title, fontsize=10, loc="left")
         if len(names) > 1:
             axes.legend(fontsize=8, markerscale=4)
@@ -165,7 +226,14 @@ def _latencies(axes: Any, title: str, groups: Mapping[int, Sequence[float]], wid
     windows = windows_of(groups)
     middles = [(number + 0.5) * width / 60 for number in windows]
     for point in ("p50", "p99"):
-        axes.plot(middles, [window[point] * 1e3 for window in windows.values()], ".-", linewidth=0.8, markersize=4, label=point)
+        axes.plot(
+            middles,
+            [window[point] * 1e3 for window in windows.values()],
+            ".-",
+            linewidth=0.8,
+            markersize=4,
+            label=point,
+        )
     axes.set_title(title, fontsize=10, loc="left")
     axes.set_yscale("log")
     axes.legend(fontsize=8)

@@ -1,5 +1,5 @@
-"""The same request gives the same bits in every condition of support/conditions.py, for several families; and an engine by narrower
-kernels, or by none, says so and draws the same tokens.
+"""The same request gives the same bits in every condition of support/conditions.py, for several
+families; and an engine by narrower kernels, or by none, says so and draws the same tokens.
 """
 
 import json
@@ -15,7 +15,18 @@ from model.options import EngineOptions
 from model.runner.runner import ModelRunner
 from model.step import Sampling
 from tests.support.checkpoints import SHAPES, TinyCheckpoint, make_checkpoint
-from tests.support.conditions import Case, Engine, Outcome, alone, compare, finish, make_cases, passes, preemptions, torch_threads
+from tests.support.conditions import (
+    Case,
+    Engine,
+    Outcome,
+    alone,
+    compare,
+    finish,
+    make_cases,
+    passes,
+    preemptions,
+    torch_threads,
+)
 from tests.support.families import FamilyCheckpoint
 from tests.support.processes import ServerProcess
 from tests.trials.invariance import body_of
@@ -25,7 +36,9 @@ PASSES = "batch32", "steps16", "steps", "prefix", "preemption", "threads2x7"
 FAMILIES = [("gpt_bigcode", 2), ("falcon", 1), ("gemma", 0), ("gemma3_text", 1), ("deepseek_v3", 4)]
 """With heads that the kernels take: multiples of 16."""
 
-needs_kernels = pytest.mark.skipif(native.library() is None, reason="no kernels were compiled: torch's products are not invariant")
+needs_kernels = pytest.mark.skipif(
+    native.library() is None, reason="no kernels were compiled: torch's products are not invariant"
+)
 
 
 def engine_of(folder: Path, quantization: str = "none", dtype: str = "auto") -> tuple[Engine, int]:
@@ -58,17 +71,27 @@ def test_every_case_can_be_sent() -> None:
     [
         *((*each, "none") for each in FAMILIES),
         *(
-            pytest.param(*each, kind, marks=() if each[0] in ("gpt_bigcode", "deepseek_v3") else pytest.mark.slow)
+            pytest.param(
+                *each,
+                kind,
+                marks=() if each[0] in ("gpt_bigcode", "deepseek_v3") else pytest.mark.slow,
+            )
             for kind in ("int8", "int4")
             for each in FAMILIES
         ),
     ],
 )
 def test_the_same_bits_in_every_condition(
-    family: str, number: int, quantization: str, tmp_path: Path, family_checkpoint: Callable[[str, int], FamilyCheckpoint]
+    family: str,
+    number: int,
+    quantization: str,
+    tmp_path: Path,
+    family_checkpoint: Callable[[str, int], FamilyCheckpoint],
 ) -> None:
     ours = family == "gpt_bigcode"
-    folder = (make_checkpoint(SHAPES[number], tmp_path) if ours else family_checkpoint(family, number)).folder
+    folder = (
+        make_checkpoint(SHAPES[number], tmp_path) if ours else family_checkpoint(family, number)
+    ).folder
     with torch_threads(1):
         engine, vocab_size = engine_of(folder, quantization)
         assert problems(engine, make_cases(COUNT, vocab_size, CONTEXT, seed=0), PASSES) == []
@@ -78,15 +101,28 @@ def test_cases_are_of_every_kind() -> None:
     cases = make_cases(200, 300, 512, seed=0)
     assert cases == make_cases(200, 300, 512, seed=0) != make_cases(200, 300, 512, seed=1)
     lengths = [len(case.prompt) for case in cases]
-    assert min(lengths) == 1 and max(lengths) == 488 and {case.tokens for case in cases} == set(range(1, 25))
+    assert (
+        min(lengths) == 1
+        and max(lengths) == 488
+        and {case.tokens for case in cases} == set(range(1, 25))
+    )
     assert any(case.scored for case in cases) and any(case.num_top for case in cases)
 
 
 @needs_kernels
-def test_the_same_bits_with_weights_and_cache_of_16_bits(family_checkpoint: Callable[[str, int], FamilyCheckpoint]) -> None:
+def test_the_same_bits_with_weights_and_cache_of_16_bits(
+    family_checkpoint: Callable[[str, int], FamilyCheckpoint],
+) -> None:
     with torch_threads(1):
         engine, vocab_size = engine_of(family_checkpoint("gemma3_text", 1).folder, dtype="bfloat16")
-        assert problems(engine, make_cases(COUNT, vocab_size, CONTEXT, seed=0), ("batch32", "prefix", "preemption")) == []
+        assert (
+            problems(
+                engine,
+                make_cases(COUNT, vocab_size, CONTEXT, seed=0),
+                ("batch32", "prefix", "preemption"),
+            )
+            == []
+        )
 
 
 @needs_kernels
@@ -114,15 +150,30 @@ PROMPT = list(range(5, 45))
 def expected(tiny_checkpoint: TinyCheckpoint) -> list[int]:
     """What this processor's kernels draw, or torch where there are none."""
     engine, _ = engine_of(tiny_checkpoint.folder)
-    return [item[1] for item in finish(engine.core(1), 0, Case(PROMPT, 40, Sampling(temperature=0.0)))]
+    return [
+        item[1] for item in finish(engine.core(1), 0, Case(PROMPT, 40, Sampling(temperature=0.0)))
+    ]
 
 
-@pytest.mark.parametrize(("flags", "name"), [("avx2,fma,f16c", "native-avx2"), ("sse2", "native-portable"), ("none", "torch")])
-def test_an_engine_of_a_processor_with_fewer_features(flags: str, name: str, tiny_folder: Path, expected: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [("avx2,fma,f16c", "native-avx2"), ("sse2", "native-portable"), ("none", "torch")],
+)
+def test_an_engine_of_a_processor_with_fewer_features(
+    flags: str, name: str, tiny_folder: Path, expected: list[int]
+) -> None:
     if native.library(name.removeprefix("native-") if "-" in name else "avx512") is None:
         pytest.skip("no kernels were compiled, or none that this processor runs")
-    server = ServerProcess(tiny_folder, "--cache.pages", "64", launcher=("tests.support.masked", flags))
-    body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    server = ServerProcess(
+        tiny_folder, "--cache.pages", "64", launcher=("tests.support.masked", flags)
+    )
+    body = {
+        "prompt": PROMPT,
+        "max_tokens": 40,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
     status, answer = server.post("/v1/completions", body)
     server.process.send_signal(signal.SIGTERM)
     _, log = server.process.communicate(timeout=60)

@@ -11,7 +11,9 @@ from tests.trials.tool_calls import run
 def test_calls_follow_their_schemas(name: str) -> None:
     findings = run(name, range(9000, 9010), kills=1)
     print(findings.counts)
-    assert not findings.wrong and findings.counts["auto: calls"] and findings.counts["requests"] == 10
+    assert (
+        not findings.wrong and findings.counts["auto: calls"] and findings.counts["requests"] == 10
+    )
 
 
 @pytest.mark.parametrize("name", ["functiongemma", "plain"])

@@ -1,14 +1,17 @@
-"""Random functions and prompts for servers with every format of calls: every call has to parse and to satisfy its schema.
+"""Random functions and prompts for servers with every format of calls: every call has to parse and
+to satisfy its schema.
 
     python -m tests.trials.tool_calls [--count 1000] [--first 0] [--format NAME ...] [--kills 0]
     python -m tests.trials.tool_calls --schemas [--format NAME ...] [--kills 0]
 
-`--schemas`: those of tests.support.tool_schemas, as five libraries publish them, each under `auto`, required and named, and on the model
-without a format in loops of three turns; prints what is not followed of them.
-The models are random, with the marks of a format in their vocabularies, and with logit_bias for the opening and for what closes something.
-Each request is sent whole and streamed, which has to give the same; under `auto` a third time without tools, from the same prompt: the
-tokens up to the opening have to be the same. The KV cache holds less than the requests at once need, so that sequences are preempted.
-`--kills`: times that each server's engine is killed meanwhile. Exit status 1 where something is wrong.
+`--schemas`: those of tests.support.tool_schemas, as five libraries publish them, each under `auto`,
+required and named, and on the model without a format in loops of three turns; prints what is not
+followed of them. The models are random, with the marks of a format in their vocabularies, and with
+logit_bias for the opening and for what closes something. Each request is sent whole and streamed,
+which has to give the same; under `auto` a third time without tools, from the same prompt: the
+tokens up to the opening have to be the same. The KV cache holds less than the requests at once
+need, so that sequences are preempted. `--kills`: times that each server's engine is killed
+meanwhile. Exit status 1 where something is wrong.
 """
 
 import argparse
@@ -32,15 +35,19 @@ from tests.support.tool_schemas import schemas
 
 PAGES = "70"
 """Fewer than AT_ONCE requests need, so that sequences are preempted."""
-PATIENT = dict.fromkeys(("server.http.connection.HEAD_SECONDS", "server.http.connection.BODY_SECONDS"), 600.0)
-"""On a busy machine this process may not get to send what it has begun for longer than servers wait by
-default, which close the connection then.
+PATIENT = dict.fromkeys(
+    ("server.http.connection.HEAD_SECONDS", "server.http.connection.BODY_SECONDS"), 600.0
+)
+"""On a busy machine this process may not get to send what it has begun for longer than servers wait
+by default, which close the connection then.
 """
 LOG_CHARS = 4000
 """Characters of the log of a server that has ended that are shown, from its end."""
 
 
-async def _findings(server: ServerProcess, folder: Path, seeds: range, kills: int, kind: type[ToolRequests]) -> Findings:
+async def _findings(
+    server: ServerProcess, folder: Path, seeds: range, kills: int, kind: type[ToolRequests]
+) -> Findings:
     codec = TextCodec(folder)
     due = {len(seeds) * (number + 1) // (kills + 1) for number in range(kills)}
     num_done = 0
@@ -58,7 +65,9 @@ async def _findings(server: ServerProcess, folder: Path, seeds: range, kills: in
 
 
 def run(name: str, seeds: range, kills: int, kind: type[ToolRequests] = ToolRequests) -> Findings:
-    """The requests of these seeds to a server of a format. A server that ends meanwhile is a finding."""
+    """The requests of these seeds to a server of a format. A server that ends meanwhile is a
+    finding.
+    """
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "server.log").open("w+") as log:
         path = make_tool_checkpoint(name, Path(folder))
         options = ("--cache.pages", PAGES, "--engine.max_running", "16")
@@ -89,12 +98,16 @@ async def relaxed() -> list[str]:
             draws = Draws(TextCodec(make_tool_tokenizer(name, Path(folder))))
             for title, schema in schemas():
                 rules = CallRules(draws.form, [(title, schema)], False, False)
-                lines += [f"{name}: {place or title}" for place in (await draws.compile(rules)).relaxed]
+                lines += [
+                    f"{name}: {place or title}" for place in (await draws.compile(rules)).relaxed
+                ]
     return lines
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=1000, help="requests of each format")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--format", choices=sorted(TOOL_MODELS), nargs="*", default=[])
@@ -107,7 +120,13 @@ def main() -> int:
         kind = SchemaRequests if options.schemas else ToolRequests
         seeds = range(3 * len([*schemas()])) if options.schemas else seeds
         findings = run(name, seeds, options.kills, kind)
-        print(name, json.dumps({**findings.counts, "wrong": len(findings.wrong)}), *findings.wrong[:20], sep="\n  ", flush=True)
+        print(
+            name,
+            json.dumps({**findings.counts, "wrong": len(findings.wrong)}),
+            *findings.wrong[:20],
+            sep="\n  ",
+            flush=True,
+        )
         total += findings.counts + Counter(wrong=len(findings.wrong))
     if options.schemas:
         print(*asyncio.run(relaxed()), sep="\n")

@@ -1,7 +1,8 @@
-"""Mixed traffic for the soak: heavy-tailed requests of both dialects, and among them clients that leave, dawdle, come back or ask wrongly.
+"""Mixed traffic for the soak: heavy-tailed requests of both dialects, and among them clients that
+leave, dawdle, come back or ask wrongly.
 
-Invariant: every request ends in one Outcome, which says whether what came is what that kind of client should get. It draws from the
-generator it is given and from nothing else.
+Invariant: every request ends in one Outcome, which says whether what came is what that kind of
+client should get. It draws from the generator it is given and from nothing else.
 """
 
 import asyncio
@@ -34,7 +35,9 @@ WRONG: tuple[bytes, ...] = (
     http_request("POST", "/v1/completions", {"prompt": "x", "resumable": True}),
     http_request("GET", "/v1/streams/nothing-of-this-name"),
     http_request("GET", "/generate"),
-    http_request("POST", "/v1/completions", {"prompt": "x"}).replace(b"application/json", b"text/plain"),
+    http_request("POST", "/v1/completions", {"prompt": "x"}).replace(
+        b"application/json", b"text/plain"
+    ),
     b"NOT HTTP\r\n\r\n",
 )
 """Each must be answered with a 4xx and a JSON object that has an error."""
@@ -42,7 +45,9 @@ WRONG: tuple[bytes, ...] = (
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one request: `word` counts it, `problem` says where it is not what it should be. Times count from when it was due."""
+    """What became of one request: `word` counts it, `problem` says where it is not what it should
+    be. Times count from when it was due.
+    """
 
     kind: str
     word: str
@@ -88,7 +93,9 @@ class Traffic:
         if kind == "slow":
             return lambda due: self._slow(question, due)
         if kind == "cut":
-            cuts = sorted(rng.sample(range(question.tokens), min(question.tokens, rng.randint(1, 3))))
+            cuts = sorted(
+                rng.sample(range(question.tokens), min(question.tokens, rng.randint(1, 3)))
+            )
             return lambda due: self._cut(replace(question, resumable=True), cuts, due)
         return lambda due: self.plain(question, due)
 
@@ -103,7 +110,9 @@ class Traffic:
         return outcome
 
     async def _leaves(self, question: Ask, patience: float) -> Outcome:
-        """Whatever the request has come to by then: queued, in its prompt, in mid-answer or over."""
+        """Whatever the request has come to by then: queued, in its prompt, in mid-answer or
+        over.
+        """
         asking = asyncio.create_task(ask(self.port, question))
         await asyncio.wait([asking], timeout=patience)
         if asking.done():
@@ -114,10 +123,15 @@ class Traffic:
         return Outcome("leaves", "left")
 
     async def _slow(self, question: Ask, due: float) -> Outcome:
-        """Takes its events one by one, with a pause after each, through buffers that hold little."""
+        """Takes its events one by one, with a pause after each, through buffers that hold
+        little.
+        """
         answer = Answer(question, sent=time.perf_counter())
         try:
-            async with asyncio.timeout(ANSWER_SECONDS), exchange(self.port, question.request(), SLOW_BUFFER) as reply:
+            async with (
+                asyncio.timeout(ANSWER_SECONDS),
+                exchange(self.port, question.request(), SLOW_BUFFER) as reply,
+            ):
                 answer.status = reply.status
                 if reply.status != 200:
                     raise ValueError(f"HTTP {reply.status}")
@@ -132,7 +146,9 @@ class Traffic:
         return replace(outcome, gaps=[])
 
     async def _cut(self, question: Ask, cuts: list[int], due: float) -> Outcome:
-        """Loses its connection where it has so many tokens, and goes on after the last event that it saw."""
+        """Loses its connection where it has so many tokens, and goes on after the last event that
+        it saw.
+        """
         answer = Answer(question, sent=time.perf_counter())
         request, stream_id = question.request(), ""
         try:
@@ -146,7 +162,9 @@ class Traffic:
                     request = http_request("GET", f"/v1/streams/{stream_id}", headers=headers)
         except (OSError, EOFError, ValueError, KeyError) as error:
             answer.failure = answer.failure or f"{type(error).__name__}: {error}"
-        if answer.event_ids != [f"{stream_id}.{number}" for number in range(1, len(answer.event_ids) + 1)]:
+        if answer.event_ids != [
+            f"{stream_id}.{number}" for number in range(1, len(answer.event_ids) + 1)
+        ]:
             answer.failure = answer.failure or f"event ids {answer.event_ids}"
         return replace(_judged("cut", answer, due), gaps=[])
 
@@ -157,7 +175,9 @@ class Traffic:
         except (OSError, EOFError, ValueError) as error:
             return Outcome("wrong", "failed", f"{request[:60]!r}: {type(error).__name__}: {error}")
         good = 400 <= reply.status < 500 and "error" in body
-        return Outcome("wrong", "refused", None if good else f"{request[:60]!r}: HTTP {reply.status}")
+        return Outcome(
+            "wrong", "refused", None if good else f"{request[:60]!r}: HTTP {reply.status}"
+        )
 
 
 class _Cut(Exception):
@@ -176,11 +196,20 @@ async def _receive_up_to(reply: Reply, answer: Answer, cut: int | None) -> None:
 
 
 def _judged(kind: str, answer: Answer, due: float | None) -> Outcome:
-    """Whole, full (429), or a problem; all who ask here ask for a number of tokens, and must get it."""
+    """Whole, full (429), or a problem; all who ask here ask for a number of tokens, and must get
+    it.
+    """
     if answer.failure is None and len(answer.ids) != answer.ask.tokens:
         answer.failure = f"{len(answer.ids)} tokens instead of {answer.ask.tokens}"
     if answer.failure is not None:
         full = FULL in answer.failure
         return Outcome(kind, "full" if full else "failed", None if full else answer.failure)
     first = answer.times[0] - due if due is not None else None
-    return Outcome(kind, "whole", None, first, [later - earlier for earlier, later in pairwise(answer.times)], len(answer.ids))
+    return Outcome(
+        kind,
+        "whole",
+        None,
+        first,
+        [later - earlier for earlier, later in pairwise(answer.times)],
+        len(answer.ids),
+    )

@@ -1,9 +1,11 @@
-"""`python -m tests.triton.compile_kernels ARCHITECTURE:LINE:WINDOW[:fp8]... ARCHITECTURE:fastSHAPExBYTES:WINDOW[:fp8]...
-ARCHITECTURE:productLINE... ARCHITECTURE:FORM... ARCHITECTURE:one_row...`: compiles kernels for GPUs that need not be there.
+"""`python -m tests.triton.compile_kernels ARCHITECTURE:LINE:WINDOW[:fp8]...
+ARCHITECTURE:fastSHAPExBYTES:WINDOW[:fp8]... ARCHITECTURE:productLINE... ARCHITECTURE:FORM...
+ARCHITECTURE:one_row...`: compiles kernels for GPUs that need not be there.
 
-As lines of attention's table, or of the products', ship them; as single tokens and chunks of a model of this shape of heads take them;
-with `fp8` over keys and values in float8; with `int8` or `int4` the products of blocks. Prints a line of JSON for each: shared
-memory in bytes, how often each instruction stands in the code, and in each loop that multiplies matrices.
+As lines of attention's table, or of the products', ship them; as single tokens and chunks of a
+model of this shape of heads take them; with `fp8` over keys and values in float8; with `int8` or
+`int4` the products of blocks. Prints a line of JSON for each: shared memory in bytes, how often
+each instruction stands in the code, and in each loop that multiplies matrices.
 """
 
 import json
@@ -20,30 +22,69 @@ from model.devices.gpu import EXACT, block_products, launches, one_row, products
 from model.devices.gpu import draw as draws
 from model.devices.gpu.attention import kernels, write
 from model.devices.gpu.attention.backend import JOINED_AT_ONCE, sizes_of, write_sizes_of
-from model.devices.gpu.attention.configurations import FEW_ROWS, MANY_ROWS, TABLE, choose, choose_chunks, choose_decode
+from model.devices.gpu.attention.configurations import (
+    FEW_ROWS,
+    MANY_ROWS,
+    TABLE,
+    choose,
+    choose_chunks,
+    choose_decode,
+)
 from model.devices.gpu.attention.decode import decode
 from model.devices.gpu.attention.fast import decode_sizes_of
 from model.devices.gpu.drawing import DRAW_WARPS, FILTER_WARPS
 
 MULTIPLIES = "mma.sync", "wgmma.mma_async", "tcgen05.mma", "fma.rn.f32"
-LOADS = "cp.async.c", "ld.global.L1::evict_first", "ld.global.v4.b32", "ld.global.b16", "ld.global.b32"
-CONVERTS = "cvt.rn.f32.u", "cvt.rn.f32.s", "cvt.rn.f16x2.e4m3x2", "cvt.rn.bf16x2.e4m3x2", "cvt.rn.satfinite.e4m3x2.f32", "cvt.bf16.f16"
+LOADS = (
+    "cp.async.c",
+    "ld.global.L1::evict_first",
+    "ld.global.v4.b32",
+    "ld.global.b16",
+    "ld.global.b32",
+)
+CONVERTS = (
+    "cvt.rn.f32.u",
+    "cvt.rn.f32.s",
+    "cvt.rn.f16x2.e4m3x2",
+    "cvt.rn.bf16x2.e4m3x2",
+    "cvt.rn.satfinite.e4m3x2.f32",
+    "cvt.bf16.f16",
+)
 INSTRUCTIONS = *MULTIPLIES, *LOADS, *CONVERTS
 LATENT = {576: (512, 64)}
 """Keys of these many columns are latents with a tail."""
 SHAPES = (16, 128), (48, 128), (71, 64), (8, 256), (4, 256), (16, 576), (128, 576)
 """Query heads and columns of a key."""
-POINTERS = {f"{name}_ptr": "*i32" for name in ("spans", "tiles", "tables", "slots", "positions", "counters")}
-LISTED, UNLISTED = {"positions_ptr": None}, {"spans_ptr": None, "tiles_ptr": None, "slots_ptr": None}
+POINTERS = {
+    f"{name}_ptr": "*i32" for name in ("spans", "tiles", "tables", "slots", "positions", "counters")
+}
+LISTED, UNLISTED = (
+    {"positions_ptr": None},
+    {"spans_ptr": None, "tiles_ptr": None, "slots_ptr": None},
+)
 """Which pointers are absent where tiles are listed, and where they follow from positions."""
 MULTIPLICATION = re.compile("|".join(map(re.escape, MULTIPLIES)))
 NUMBERS = {2: "bf16", 4: "fp32"}
 FLOAT8 = {"keys_ptr": "*fp8e4nv", "values_ptr": "*fp8e4nv"}
 POINTERS |= {"partial_ptr": "*fp32", "peaks_ptr": "*fp32", "sums_ptr": "*fp32"}
-POINTERS |= {"normalisers_ptr": "*fp32", "largest_ptr": "*fp32", "tokens_ptr": "*i64", "numbers_ptr": "*fp32", "adjusted_ptr": "*fp32"}
-POINTERS |= {f"{name}_ptr": "*i32" for name in ("words", "settings", "parts", "counters", "results", "counts", "limits")}
+POINTERS |= {
+    "normalisers_ptr": "*fp32",
+    "largest_ptr": "*fp32",
+    "tokens_ptr": "*i64",
+    "numbers_ptr": "*fp32",
+    "adjusted_ptr": "*fp32",
+}
+POINTERS |= {
+    f"{name}_ptr": "*i32"
+    for name in ("words", "settings", "parts", "counters", "results", "counts", "limits")
+}
 POINTERS |= {"drawn_ptr": "*i64", "shares_ptr": "*fp64"}
-BLOCKS = POINTERS | {"numbers_ptr": "*u8", "scales_ptr": "*fp16", "minima_ptr": "*fp16", "ids_ptr": "*i64"}
+BLOCKS = POINTERS | {
+    "numbers_ptr": "*u8",
+    "scales_ptr": "*fp16",
+    "minima_ptr": "*fp16",
+    "ids_ptr": "*i64",
+}
 FLOATS = "factor", "epsilon", "offset", "scale"
 WIDTHS = 2048, 2304
 """Inputs and outputs of the products: StarCoderBase-1B's."""
@@ -55,37 +96,70 @@ VOCABULARY = 50257
 
 
 def compiled(
-    kernel: Any, number: str, architecture: int, constants: dict[str, Any], options: dict[str, Any], pointers: dict[str, str] = POINTERS
+    kernel: Any,
+    number: str,
+    architecture: int,
+    constants: dict[str, Any],
+    options: dict[str, Any],
+    pointers: dict[str, str] = POINTERS,
 ) -> dict[str, Any]:
     signature, attributes = {}, {}
     for place, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
         elif name.endswith("_ptr"):
-            signature[name], attributes[(place,)] = pointers.get(name, "*" + number), [["tt.divisibility", 16]]
+            signature[name], attributes[(place,)] = (
+                pointers.get(name, "*" + number),
+                [["tt.divisibility", 16]],
+            )
         else:
             signature[name] = "fp32" if name in FLOATS else "i32"
             attributes |= {(place,): [["tt.divisibility", 16]]} if name == "stride" else {}
     source = ASTSource(
-        kernel, signature, constexprs={name: constants[name] for name in kernel.arg_names if name in constants}, attrs=attributes
+        kernel,
+        signature,
+        constexprs={name: constants[name] for name in kernel.arg_names if name in constants},
+        attrs=attributes,
     )
-    made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options | EXACT)
+    made = triton.compile(
+        source, target=GPUTarget("cuda", architecture, 32), options=options | EXACT
+    )
     counts = {instruction: made.asm["ptx"].count(instruction) for instruction in INSTRUCTIONS}
-    measures: dict[str, Any] = {"counts": counts, "loops": loops(made.asm["ptx"]), "cubin": len(made.asm["cubin"])}
-    measures["multiplications"] = sorted(set(re.findall(r"(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma|fma\.rn\.f32)\S*", made.asm["ptx"])))
+    measures: dict[str, Any] = {
+        "counts": counts,
+        "loops": loops(made.asm["ptx"]),
+        "cubin": len(made.asm["cubin"]),
+    }
+    measures["multiplications"] = sorted(
+        set(
+            re.findall(
+                r"(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma|fma\.rn\.f32)\S*", made.asm["ptx"]
+            )
+        )
+    )
     return {"kernel": kernel.__name__, "shared": made.metadata.shared} | measures
 
 
 def loops(ptx: str) -> list[dict[str, int]]:
-    """Of each innermost loop that multiplies: the barriers in it, and the copies to shared memory that it does not wait for."""
+    """Of each innermost loop that multiplies: the barriers in it, and the copies to shared memory
+    that it does not wait for.
+    """
     lines = ptx.splitlines()
-    labels = {line.split(":")[0].strip(): number for number, line in enumerate(lines) if line.startswith("$L")}
+    labels = {
+        line.split(":")[0].strip(): number
+        for number, line in enumerate(lines)
+        if line.startswith("$L")
+    }
     spans = []
     for number, line in enumerate(lines):
         found = re.search(r"\bbra(?:\.uni)?\s+(\$\w+)", line)
         if found and labels[found[1]] < number:
             spans.append((labels[found[1]], number))
-    inner = [(a, b) for a, b in spans if not any((a, b) != (c, d) and a <= c and d <= b for c, d in spans)]
+    inner = [
+        (a, b)
+        for a, b in spans
+        if not any((a, b) != (c, d) and a <= c and d <= b for c, d in spans)
+    ]
     bodies = ["\n".join(lines[a:b]) for a, b in inner]
     return [
         {"barriers": body.count("bar.sync"), "copies": len(re.findall(r"cp\.async\.c[ag]", body))}
@@ -99,10 +173,18 @@ def tell(found: dict[str, Any]) -> None:
 
 
 def compile_products(architecture: int, line: int) -> None:
-    """Plain, gated, and with weights that lie the other way round; and the kernels for rows and draws."""
+    """Plain, gated, and with weights that lie the other way round; and the kernels for rows and
+    draws.
+    """
     _, size, tile = tiles.TABLE[line]
     number, (inputs, outputs) = NUMBERS[size], WIDTHS
-    sizes: dict[str, Any] = {"GROUPS": 1, "INPUTS": inputs, "OUTPUTS": outputs, "STEP_G": 2 * inputs * outputs, "UPCAST": False}
+    sizes: dict[str, Any] = {
+        "GROUPS": 1,
+        "INPUTS": inputs,
+        "OUTPUTS": outputs,
+        "STEP_G": 2 * inputs * outputs,
+        "UPCAST": False,
+    }
     sizes |= {"BLOCK_T": tile.rows, "BLOCK_O": tile.columns, "BLOCK_I": tile.depth}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     # A router's weights are of 16 bits under rows in float32.
@@ -115,21 +197,38 @@ def compile_products(architecture: int, line: int) -> None:
         (False, (inputs, 1), {"PART": part, "APART": False}),
         (False, (inputs, 1), {"PART": part, "APART": True}),
     ):
-        constants = sizes | {"ACTIVATION": "gelu", "GATED": gated, "STEP_O": steps[0], "STEP_I": steps[1]} | parts
+        constants = (
+            sizes
+            | {"ACTIVATION": "gelu", "GATED": gated, "STEP_O": steps[0], "STEP_I": steps[1]}
+            | parts
+        )
         written = pointers | ({"y_ptr": "*fp32"} if parts["APART"] else {})
         made = compiled(products.product, number, architecture, constants, options, written)
         tell({"line": line, "part": parts["PART"], "architecture": architecture} | made)
     compile_join(architecture, number, outputs)
     compile_norms(architecture, number, inputs)
     constants = {"COLUMNS": VOCABULARY, "BLOCK": 4096}
-    tell({"architecture": architecture} | compiled(rows.summarise, number, architecture, constants, {}, POINTERS | {"logits_ptr": "*fp32"}))
+    tell(
+        {"architecture": architecture}
+        | compiled(
+            rows.summarise, number, architecture, constants, {}, POINTERS | {"logits_ptr": "*fp32"}
+        )
+    )
     compile_draws(architecture, number)
 
 
 def compile_join(architecture: int, number: str, outputs: int) -> None:
     """The joining of a product's parts."""
-    constants = {"OUTPUTS": outputs, "PARTS": 4, "ACTIVATION": "gelu", "BLOCK_Y": launches.JOINED_AT_ONCE}
-    tell({"architecture": architecture} | compiled(products.join, number, architecture, constants, {}, POINTERS))
+    constants = {
+        "OUTPUTS": outputs,
+        "PARTS": 4,
+        "ACTIVATION": "gelu",
+        "BLOCK_Y": launches.JOINED_AT_ONCE,
+    }
+    tell(
+        {"architecture": architecture}
+        | compiled(products.join, number, architecture, constants, {}, POINTERS)
+    )
 
 
 def compile_one_row(architecture: int) -> None:
@@ -139,7 +238,9 @@ def compile_one_row(architecture: int) -> None:
         blocks = {"BLOCK_O": outputs_O, "BLOCK_I": inputs_I, "APART": inputs > inputs_I}
         constants = blocks | {"INPUTS": inputs, "OUTPUTS": outputs, "ACTIVATION": "gelu_tanh"}
         pointers = POINTERS | ({"y_ptr": "*fp32"} if inputs > inputs_I else {})
-        found = compiled(one_row.one_row, "bf16", architecture, constants, {"num_warps": 4}, pointers)
+        found = compiled(
+            one_row.one_row, "bf16", architecture, constants, {"num_warps": 4}, pointers
+        )
         tell({"architecture": architecture} | found)
 
 
@@ -147,7 +248,11 @@ def compile_draws(architecture: int, number: str) -> None:
     """The draw of all rows, the one of adjusted rows, and what comes before and after that."""
     columns: dict[str, Any] = {"COLUMNS": VOCABULARY, "BLOCK_B": draws.BLOCK}
     num_parts = triton.next_power_of_2(triton.cdiv(VOCABULARY, draws.BLOCK))
-    parts = {"DEPTH": WIDTHS[0], "PIECE": triton.next_power_of_2(triton.cdiv(WIDTHS[0], num_parts)), "NUM_PARTS": num_parts}
+    parts = {
+        "DEPTH": WIDTHS[0],
+        "PIECE": triton.next_power_of_2(triton.cdiv(WIDTHS[0], num_parts)),
+        "NUM_PARTS": num_parts,
+    }
     adjusted = POINTERS | {"logits_ptr": "*fp32"}
     filters = columns | {"UNIT": 2.0 ** (62 - VOCABULARY.bit_length())}
     for kernel, constants, pointers, warps in (
@@ -157,29 +262,65 @@ def compile_draws(architecture: int, number: str) -> None:
         (draws.confine, filters, adjusted, FILTER_WARPS),
         (draws.confine, filters, POINTERS, FILTER_WARPS),
     ):
-        tell({"architecture": architecture} | compiled(kernel, number, architecture, constants, {"num_warps": warps}, pointers))
+        tell(
+            {"architecture": architecture}
+            | compiled(kernel, number, architecture, constants, {"num_warps": warps}, pointers)
+        )
 
 
 def compile_norms(architecture: int, number: str, columns: int) -> None:
-    """A branch that has a norm, as gemma3's; two branches and biases, as falcon's; a norm alone; of heads; a gate."""
+    """A branch that has a norm, as gemma3's; two branches and biases, as falcon's; a norm alone; of
+    heads; a gate.
+    """
     pointers = "branch_ptr", "branch_weight_ptr", "branch_bias_ptr", "other_ptr", "bias_ptr"
     sizes = {"COLUMNS": columns, "BLOCK": columns}
-    for centred, present in ((False, ("branch_ptr", "branch_weight_ptr")), (True, ("branch_ptr", "other_ptr", "bias_ptr")), (False, ())):
-        constants = sizes | {"CENTRED": centred} | {name: None for name in pointers if name not in present}
-        tell({"architecture": architecture} | compiled(rows.add_norm, number, architecture, constants, {}))
-    constants = {"COLUMNS": 256, "BLOCK": 256, "CENTRED": False, "query_bias_ptr": None, "key_bias_ptr": None}
-    tell({"architecture": architecture} | compiled(rows.norm_heads, number, architecture, constants, {"num_warps": 1}))
+    for centred, present in (
+        (False, ("branch_ptr", "branch_weight_ptr")),
+        (True, ("branch_ptr", "other_ptr", "bias_ptr")),
+        (False, ()),
+    ):
+        constants = (
+            sizes | {"CENTRED": centred} | {name: None for name in pointers if name not in present}
+        )
+        tell(
+            {"architecture": architecture}
+            | compiled(rows.add_norm, number, architecture, constants, {})
+        )
+    constants = {
+        "COLUMNS": 256,
+        "BLOCK": 256,
+        "CENTRED": False,
+        "query_bias_ptr": None,
+        "key_bias_ptr": None,
+    }
+    tell(
+        {"architecture": architecture}
+        | compiled(rows.norm_heads, number, architecture, constants, {"num_warps": 1})
+    )
     gated = {"COLUMNS": columns, "BLOCK": 1024, "ACTIVATION": "gelu_tanh"}
     tell({"architecture": architecture} | compiled(rows.gate, number, architecture, gated, {}))
 
 
 def compile_blocks(architecture: int, form: str) -> None:
-    """Every tile, with and without parts; in float32; the joining of parts; the rows of a table and of a matrix."""
+    """Every tile, with and without parts; in float32; the joining of parts; the rows of a table and
+    of a matrix.
+    """
     inputs, outputs = BLOCK_WIDTHS
     absent = {} if form == "int4" else {"minima_ptr": None}
-    stored = {"INPUTS": inputs, "OUTPUTS": outputs, "ROWS": outputs, "BLOCKS": inputs // BLOCK, "UPCAST": False} | absent
+    stored = {
+        "INPUTS": inputs,
+        "OUTPUTS": outputs,
+        "ROWS": outputs,
+        "BLOCKS": inputs // BLOCK,
+        "UPCAST": False,
+    } | absent
     tiles_of = {"bf16": block_products.TILES, "fp32": (block_products.FLOAT32_TILE,)}
-    for number, tile, parts in ((number, tile, parts) for number, of_it in tiles_of.items() for tile in of_it for parts in (1, 4)):
+    for number, tile, parts in (
+        (number, tile, parts)
+        for number, of_it in tiles_of.items()
+        for tile in of_it
+        for parts in (1, 4)
+    ):
         constants = stored | {
             "PART": inputs // parts,
             "PARTS": parts,
@@ -189,19 +330,31 @@ def compile_blocks(architecture: int, form: str) -> None:
         }
         pointers = BLOCKS | ({"y_ptr": "*fp32"} if parts > 1 else {})
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
-        made = compiled(block_products.block_product, number, architecture, constants, options, pointers)
+        made = compiled(
+            block_products.block_product, number, architecture, constants, options, pointers
+        )
         tell({"rows": tile.rows, "number": number, "architecture": architecture} | made)
     compile_join(architecture, "bf16", outputs)
     for without_ids in ({}, {"ids_ptr": None}):
-        constants = stored | without_ids | {"BLOCK_N": block_products.OUTPUTS, "BLOCK_I": block_products.INPUTS}
-        tell({"architecture": architecture} | compiled(block_products.dequantize, "bf16", architecture, constants, {}, BLOCKS))
+        constants = (
+            stored
+            | without_ids
+            | {"BLOCK_N": block_products.OUTPUTS, "BLOCK_I": block_products.INPUTS}
+        )
+        tell(
+            {"architecture": architecture}
+            | compiled(block_products.dequantize, "bf16", architecture, constants, {}, BLOCKS)
+        )
 
 
 def compile_attention(architecture: int, line: int, window: int, stored: bool) -> None:
     """With a window only what differs."""
     most_heads, columns, size, configuration = TABLE[line]
     num_d, num_r = LATENT.get(columns, (columns, 0))
-    constants = sizes_of(min(most_heads, 128), (num_d, num_r, num_d), configuration) | {"BLOCK_C": JOINED_AT_ONCE, "WINDOW": window}
+    constants = sizes_of(min(most_heads, 128), (num_d, num_r, num_d), configuration) | {
+        "BLOCK_C": JOINED_AT_ONCE,
+        "WINDOW": window,
+    }
     constants |= {"PAGE": 64, "VALUE_IN_KEY": num_r > 0, "UPCAST": False}
     constants |= write_sizes_of(min(most_heads, 128), columns, num_d) | {"INTERLEAVED": False}
     pointers = POINTERS | (FLOAT8 if stored else {})
@@ -213,8 +366,13 @@ def compile_attention(architecture: int, line: int, window: int, stored: bool) -
     made += [] if window else [(kernels.join, {})]
     for kernel, others in made:
         options = configuration.options if kernel is kernels.attend else {}
-        found = compiled(kernel, NUMBERS[size], architecture, constants | absent | others, options, pointers)
-        tell({"line": line, "turns": not others, "window": window, "architecture": architecture} | found)
+        found = compiled(
+            kernel, NUMBERS[size], architecture, constants | absent | others, options, pointers
+        )
+        tell(
+            {"line": line, "turns": not others, "window": window, "architecture": architecture}
+            | found
+        )
 
 
 def compile_fast(architecture: int, shape: int, window: int, stored: bool, size: int) -> None:
@@ -223,17 +381,39 @@ def compile_fast(architecture: int, shape: int, window: int, stored: bool, size:
     num_d, num_r = LATENT.get(columns, (columns, 0))
     shared = choose(heads, columns, size, 64)
     assert shared is not None
-    constants: dict[str, Any] = {"PAGE": 64, "VALUE_IN_KEY": num_r > 0, "UPCAST": False, "INTERLEAVED": False, "WINDOW": window}
+    constants: dict[str, Any] = {
+        "PAGE": 64,
+        "VALUE_IN_KEY": num_r > 0,
+        "UPCAST": False,
+        "INTERLEAVED": False,
+        "WINDOW": window,
+    }
     constants |= {"cosine_ptr": None, "sine_ptr": None} if num_r else {}
-    pointers, told = POINTERS | (FLOAT8 if stored else {}), {"shape": f"{heads}x{columns}", "window": window, "architecture": architecture}
-    classes = [choose_decode(shared, heads, columns, size, 64, num_rows) for num_rows in (1, FEW_ROWS, MANY_ROWS)]
+    pointers, told = (
+        POINTERS | (FLOAT8 if stored else {}),
+        {"shape": f"{heads}x{columns}", "window": window, "architecture": architecture},
+    )
+    classes = [
+        choose_decode(shared, heads, columns, size, 64, num_rows)
+        for num_rows in (1, FEW_ROWS, MANY_ROWS)
+    ]
     # Classes that differ in their splits alone have the same code.
     for decoding in {(each.groups, each.keys): each for each in classes}.values():
         # In a captured step without a window, else beside chunks.
-        sizes = decode_sizes_of(heads, (num_d, num_r, num_d), decoding) | constants | ({} if window else {"tokens_ptr": None})
+        sizes = (
+            decode_sizes_of(heads, (num_d, num_r, num_d), decoding)
+            | constants
+            | ({} if window else {"tokens_ptr": None})
+        )
         # In a mixed step that is captured, keys are stored already.
-        for absent in ({},) if window or stored else ({}, dict.fromkeys(("k_ptr", "v_ptr", "cosine_ptr", "sine_ptr"))):
-            found = compiled(decode, NUMBERS[size], architecture, sizes | absent, decoding.options, pointers)
+        for absent in (
+            ({},)
+            if window or stored
+            else ({}, dict.fromkeys(("k_ptr", "v_ptr", "cosine_ptr", "sine_ptr")))
+        ):
+            found = compiled(
+                decode, NUMBERS[size], architecture, sizes | absent, decoding.options, pointers
+            )
             tell(told | {"rows": decoding.rows, "groups": decoding.groups, "size": size} | found)
     chunks = choose_chunks(columns, size, 64)
     sizes = sizes_of(heads, (num_d, num_r, num_d), chunks) | constants | LISTED

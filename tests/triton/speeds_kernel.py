@@ -1,4 +1,6 @@
-"""A kernel that stores the random part of the speeds of a block's tokens. To be imported by tests, under Triton's interpreter."""
+"""A kernel that stores the random part of the speeds of a block's tokens. To be imported by tests,
+under Triton's interpreter.
+"""
 
 from typing import Any
 

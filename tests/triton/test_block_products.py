@@ -1,4 +1,6 @@
-"""The GPU's products of weights in blocks under Triton's interpreter: the dequantized matrix's, and a row's own bits in any company."""
+"""The GPU's products of weights in blocks under Triton's interpreter: the dequantized matrix's, and
+a row's own bits in any company.
+"""
 
 import random
 from array import array
@@ -35,7 +37,10 @@ from tests.support.gguf_models import make_folder
 from tests.support.paths import ROOT
 from tests.triton.test_products import DTYPES, NEAR, near
 
-pytestmark = [pytest.mark.usefixtures("interpreter", "poisoned"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+pytestmark = [
+    pytest.mark.usefixtures("interpreter", "poisoned"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
 
 FORMS = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 FIXED = pytest.mark.parametrize("fixed", [False, True], ids=["by rows", "fixed"])
@@ -44,23 +49,40 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def shipped_tile(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The tile of float32. In its place is a larger one, as the interpreter's time is in the number of tiles."""
+    """The tile of float32. In its place is a larger one, as the interpreter's time is in the number
+    of tiles.
+    """
     from model.devices.gpu import block_products
 
     shipped = block_products.FLOAT32_TILE
-    monkeypatch.setattr(block_products, "FLOAT32_TILE", block_products.Tile(64, block_products.OUTPUTS, block_products.INPUTS, 4, 1))
+    monkeypatch.setattr(
+        block_products,
+        "FLOAT32_TILE",
+        block_products.Tile(64, block_products.OUTPUTS, block_products.INPUTS, 4, 1),
+    )
     return shipped
 
 
-def made(form: BlockFormat, outputs: int, inputs: int, *, fixed: bool = False, dtype: torch.dtype = torch.float32) -> tuple[Any, Tensor]:
-    """A layer with a bias, whose scales differ by a factor of 1000; and the matrix that its blocks stand for, in x's dtype."""
+def made(
+    form: BlockFormat,
+    outputs: int,
+    inputs: int,
+    *,
+    fixed: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Any, Tensor]:
+    """A layer with a bias, whose scales differ by a factor of 1000; and the matrix that its blocks
+    stand for, in x's dtype.
+    """
     from model.devices.gpu.block_modules import GpuBlockLinear
 
     generator = torch.Generator().manual_seed(outputs)
     layer = GpuBlockLinear(Linear(inputs, outputs, dtype=dtype), form, dtype, fixed_tile=fixed)
     layer.requires_grad_(False).allocate(CPU)
     sizes_O1 = torch.logspace(-3, 0, outputs)[torch.randperm(outputs, generator=generator), None]
-    blocks = form.quantize((torch.randn(outputs, inputs, generator=generator) + 0.1) * inputs**-0.5 * sizes_O1)
+    blocks = form.quantize(
+        (torch.randn(outputs, inputs, generator=generator) + 0.1) * inputs**-0.5 * sizes_O1
+    )
     layer.set_blocks(0, blocks)
     weight_OI = dequantize(form, blocks, inputs)
     # The interpreter's products of bfloat16 are of float32.
@@ -68,11 +90,14 @@ def made(form: BlockFormat, outputs: int, inputs: int, *, fixed: bool = False, d
 
 
 def rows_of(num_rows: int, inputs: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(num_rows, inputs, generator=torch.Generator().manual_seed(num_rows)).to(dtype)
+    return torch.randn(num_rows, inputs, generator=torch.Generator().manual_seed(num_rows)).to(
+        dtype
+    )
 
 
 SIZES = [(1, 64, 32), (3, 40, 33), (17, 300, 7), (64, 1060, 65), (100, 1568, 130)]
-"""(rows, inputs, outputs): whole blocks and tiles and parts of some; sums of one, two and three parts."""
+"""(rows, inputs, outputs): whole blocks and tiles and parts of some; sums of one, two and three
+parts."""
 
 
 @DTYPES
@@ -85,7 +110,10 @@ def test_products_are_the_dequantized_matrixs(
 ) -> None:
     layer, weight_OI = made(form, outputs, inputs, fixed=fixed, dtype=dtype)
     x_TI = rows_of(num_rows, inputs, dtype)
-    y_TO, expected_TO = layer(x_TI), F.linear(x_TI.double(), weight_OI.double(), layer.bias.double())
+    y_TO, expected_TO = (
+        layer(x_TI),
+        F.linear(x_TI.double(), weight_OI.double(), layer.bias.double()),
+    )
     assert y_TO.dtype is dtype and near(y_TO, expected_TO, NEAR[dtype])
     assert torch.equal(layer(x_TI[None]), y_TO[None]) and layer(x_TI[:0]).shape == (0, outputs)
     layer.bias = None
@@ -97,28 +125,47 @@ def test_products_are_the_dequantized_matrixs(
 @torch.inference_mode()
 def test_products_of_random_shapes(seed: int, form: BlockFormat) -> None:
     rng = random.Random(seed)
-    num_rows, inputs, outputs = rng.choice([1, 3, 17, 64, 100]), rng.randint(1, 700), rng.randint(1, 150)
+    num_rows, inputs, outputs = (
+        rng.choice([1, 3, 17, 64, 100]),
+        rng.randint(1, 700),
+        rng.randint(1, 150),
+    )
     layer, weight_OI = made(form, outputs, inputs, fixed=rng.random() < 0.5)
     x_TI = rows_of(num_rows, inputs)
-    assert near(layer(x_TI), F.linear(x_TI.double(), weight_OI.double(), layer.bias.double()), NEAR[torch.float32])
+    assert near(
+        layer(x_TI),
+        F.linear(x_TI.double(), weight_OI.double(), layer.bias.double()),
+        NEAR[torch.float32],
+    )
 
 
 @FORMS
 @torch.inference_mode()
-def test_the_shipped_tile_of_float32(form: BlockFormat, shipped_tile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shipped_tile_of_float32(
+    form: BlockFormat, shipped_tile: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from model.devices.gpu import block_products
 
-    assert shipped_tile.outputs < block_products.OUTPUTS and shipped_tile.inputs < block_products.INPUTS
+    assert (
+        shipped_tile.outputs < block_products.OUTPUTS
+        and shipped_tile.inputs < block_products.INPUTS
+    )
     monkeypatch.setattr(block_products, "FLOAT32_TILE", shipped_tile)
     layer, weight_OI = made(form, 70, 130)
     x_TI = rows_of(20, 130)
-    assert near(layer(x_TI), F.linear(x_TI.double(), weight_OI.double(), layer.bias.double()), NEAR[torch.float32])
+    assert near(
+        layer(x_TI),
+        F.linear(x_TI.double(), weight_OI.double(), layer.bias.double()),
+        NEAR[torch.float32],
+    )
 
 
 @FORMS
 @torch.inference_mode()
 def test_every_weight_is_the_definitions_bit_for_bit(form: BlockFormat) -> None:
-    """Rows of a unit matrix take the weights out one by one, through the product as through the table."""
+    """Rows of a unit matrix take the weights out one by one, through the product as through the
+    table.
+    """
     from model.devices.gpu.block_modules import GpuBlockEmbedding
 
     layer, weight_OI = made(form, 70, 1100)
@@ -133,7 +180,9 @@ def test_every_weight_is_the_definitions_bit_for_bit(form: BlockFormat) -> None:
 
 @FORMS
 @torch.inference_mode()
-def test_many_rows_are_multiplied_by_torch_some_columns_at_a_time(form: BlockFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_are_multiplied_by_torch_some_columns_at_a_time(
+    form: BlockFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from model.devices.gpu import block_products
 
     monkeypatch.setattr(block_products, "DEQUANTIZED_AT_ONCE", 64 * 100)
@@ -144,7 +193,13 @@ def test_many_rows_are_multiplied_by_torch_some_columns_at_a_time(form: BlockFor
     for bias_O in (layer.bias, None):
         layer.bias = bias_O
         assert (
-            near(layer(x_TI), F.linear(x_TI.double(), weight_OI.double(), None if bias_O is None else bias_O.double()), NEAR[torch.float32])
+            near(
+                layer(x_TI),
+                F.linear(
+                    x_TI.double(), weight_OI.double(), None if bias_O is None else bias_O.double()
+                ),
+                NEAR[torch.float32],
+            )
             and not launched
         )
 
@@ -152,7 +207,9 @@ def test_many_rows_are_multiplied_by_torch_some_columns_at_a_time(form: BlockFor
 @DTYPES
 @FORMS
 @torch.inference_mode()
-def test_a_row_has_the_same_bits_in_any_company(form: BlockFormat, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_has_the_same_bits_in_any_company(
+    form: BlockFormat, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where tiles are fixed, also beyond the rows of a launch; elsewhere within a tile's size."""
     from model.devices.gpu import block_products
 
@@ -174,7 +231,9 @@ def test_what_is_not_finite_stays_in_its_row_and_column(form: BlockFormat) -> No
     x_TI = rows_of(20, 200)
     before = layer(x_TI)
     x_TI[3, 7] = torch.nan
-    layer.set_blocks(69, torch.full((1, form.row_bytes(200)), 255, dtype=torch.uint8))  # Scales of NaN.
+    layer.set_blocks(
+        69, torch.full((1, form.row_bytes(200)), 255, dtype=torch.uint8)
+    )  # Scales of NaN.
     after = layer(x_TI)
     assert after[3].isnan().all() and after[:, 69].isnan().all()
     kept = [i for i in range(20) if i != 3]
@@ -182,7 +241,9 @@ def test_what_is_not_finite_stays_in_its_row_and_column(form: BlockFormat) -> No
 
 
 @FORMS
-def test_a_matrix_is_filled_in_any_pieces(form: BlockFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_matrix_is_filled_in_any_pieces(
+    form: BlockFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By floats, which are quantized when there are enough of them, and by blocks between them."""
     from model.devices.gpu import block_modules
 
@@ -200,18 +261,40 @@ def test_a_matrix_is_filled_in_any_pieces(form: BlockFormat, monkeypatch: pytest
             layer.set_blocks(first, form.quantize(part))
         else:
             layer.set_rows(first, scratch[: len(part)].copy_(part))  # Overwritten by the next.
-    assert torch.equal(layer.weight, expected) and layer.weight.numel() - layer.num_filling == 70 * form.row_bytes(100)
+    assert torch.equal(
+        layer.weight, expected
+    ) and layer.weight.numel() - layer.num_filling == 70 * form.row_bytes(100)
 
 
 def test_parts_depend_on_the_matrix_alone_and_give_a_gpu_enough_programs() -> None:
-    from model.devices.gpu.block_products import FLOAT32_TILE, INPUTS, OUTPUTS, PROGRAMS, TILES, choose
+    from model.devices.gpu.block_products import (
+        FLOAT32_TILE,
+        INPUTS,
+        OUTPUTS,
+        PROGRAMS,
+        TILES,
+        choose,
+    )
     from model.devices.gpu.tiles import part_of
 
-    shapes = {(6400, 6144): 4, (6144, 6144): 4, (24576, 6144): 1, (6144, 24576): 4, (2304, 2048): 4, (50257, 2048): 1, (8, 8): 1}
-    parts = {(outputs, inputs): part_of(inputs, -(-outputs // OUTPUTS), PROGRAMS, INPUTS) for outputs, inputs in shapes}
+    shapes = {
+        (6400, 6144): 4,
+        (6144, 6144): 4,
+        (24576, 6144): 1,
+        (6144, 24576): 4,
+        (2304, 2048): 4,
+        (50257, 2048): 1,
+        (8, 8): 1,
+    }
+    parts = {
+        (outputs, inputs): part_of(inputs, -(-outputs // OUTPUTS), PROGRAMS, INPUTS)
+        for outputs, inputs in shapes
+    }
     assert {shape: -(-shape[1] // part) for shape, part in parts.items()} == shapes
     assert {choose(rows, 2, False) for rows in (1, 16, 17, 33, 300)} == set(TILES)
-    assert {choose(rows, 2, True) for rows in (1, 300)} == {TILES[-1]} and choose(1, 4, False) is choose(300, 4, True) is FLOAT32_TILE
+    assert {choose(rows, 2, True) for rows in (1, 300)} == {TILES[-1]} and choose(
+        1, 4, False
+    ) is choose(300, 4, True) is FLOAT32_TILE
 
 
 class Dequantized(BlockProducts):
@@ -228,17 +311,23 @@ class Dequantized(BlockProducts):
         return F.linear(x, dequantize(module._form, module.weight, module.shape[1]))
 
 
-def runner_of(folder: Path, device: Device, products: Any, dtype: torch.dtype = torch.float32) -> ModelRunner:
+def runner_of(
+    folder: Path, device: Device, products: Any, dtype: torch.dtype = torch.float32
+) -> ModelRunner:
     decoder = load_decoder(folder, read_spec(folder), dtype, CPU, products)
     fixed = products.batch_invariant
-    options = EngineOptions("cpu", str(dtype).removeprefix("torch."), 1, 32, 40, None, 512, 8, 64, deterministic=fixed)
+    options = EngineOptions(
+        "cpu", str(dtype).removeprefix("torch."), 1, 32, 40, None, 512, 8, 64, deterministic=fixed
+    )
     return ModelRunner.over(decoder, device, options)
 
 
 def scores(runner: ModelRunner, ids: list[int]) -> list[float]:
     return [
         drawn.logprob
-        for drawn in runner.run(StepPlan((Row(0, ids[:-1], 0, [array("q", range(8))], None, Scoring(0, ids[1:], 0)),))).scored[0]
+        for drawn in runner.run(
+            StepPlan((Row(0, ids[:-1], 0, [array("q", range(8))], None, Scoring(0, ids[1:], 0)),))
+        ).scored[0]
     ]
 
 
@@ -250,15 +339,25 @@ def greedy(runner: ModelRunner, ids: list[int]) -> list[int]:
 
 @FORMS
 @FIXED
-def test_a_model_is_served_as_its_blocks_say(form: BlockFormat, fixed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the reference attention over dequantized weights: rounding of float32. Beside the CPU's products, which round activations."""
+def test_a_model_is_served_as_its_blocks_say(
+    form: BlockFormat, fixed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the reference attention over dequantized weights: rounding of float32. Beside the
+    CPU's products, which round activations.
+    """
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (2**40, 2**40))
     monkeypatch.setattr(CpuDevice, "backend_for", lambda *_: "reference")
     folder, device = make_checkpoint(SHAPES[4], tmp_path).folder, GpuDevice("cpu")
     ids = list(range(3, 20))
     ours = runner_of(folder, device, device.products(device.dtypes("auto"), form.name, fixed))
-    assert ours.kernels == ("triton" if fixed else "triton-fast+cublas") and ours.deterministic is fixed
-    exact, rounded = (runner_of(folder, CpuDevice(), products(form.name)) for products in (Dequantized, BlockProducts))
+    assert (
+        ours.kernels == ("triton" if fixed else "triton-fast+cublas")
+        and ours.deterministic is fixed
+    )
+    exact, rounded = (
+        runner_of(folder, CpuDevice(), products(form.name))
+        for products in (Dequantized, BlockProducts)
+    )
     assert ours.weight_bytes == exact.weight_bytes
     found, expected, near_by = (scores(runner, ids) for runner in (ours, exact, rounded))
     assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 1e-4
@@ -269,14 +368,20 @@ def test_a_model_is_served_as_its_blocks_say(form: BlockFormat, fixed: bool, tmp
 @pytest.mark.parametrize(("kind", "form"), [("Q8_0", "int8"), ("Q4_0", "int4"), ("Q8_0", "int4")])
 @torch.inference_mode()
 def test_a_file_is_held_as_on_a_cpu(kind: str, form: str, tmp_path: Path) -> None:
-    """Its blocks as they are stored or, where the format cannot hold them, quantized anew: every row of every matrix, bit for bit."""
+    """Its blocks as they are stored or, where the format cannot hold them, quantized anew: every
+    row of every matrix, bit for bit.
+    """
     source, folder, device = tmp_path / "source", tmp_path / "gguf", GpuDevice("cpu")
     folder.mkdir()
     make_folder(source, LLAMA)
     convert(source, folder, kind)
     products = BlockProducts(form), device.products(device.dtypes("auto"), form, False)
-    expected, ours = (load_decoder(folder, read_spec(folder), torch.float32, CPU, each) for each in products)
-    matrices = {name: module for name, module in expected.named_modules() if isinstance(module, BlockMatrix)}
+    expected, ours = (
+        load_decoder(folder, read_spec(folder), torch.float32, CPU, each) for each in products
+    )
+    matrices = {
+        name: module for name, module in expected.named_modules() if isinstance(module, BlockMatrix)
+    }
     assert len(matrices) > 8
     for name, matrix in matrices.items():
         ids_T = torch.arange(matrix.shape[0])
@@ -284,17 +389,29 @@ def test_a_file_is_held_as_on_a_cpu(kind: str, form: str, tmp_path: Path) -> Non
 
 
 @FORMS
-def test_a_gpu_serves_them_with_triton_alone(form: BlockFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_serves_them_with_triton_alone(
+    form: BlockFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = GpuDevice("cpu")
     monkeypatch.setattr(device, "_has_kernels", False)
-    with pytest.raises(OptionError, match=f"engine.quantization {form.name} on cuda needs triton; expected none"):
+    with pytest.raises(
+        OptionError, match=f"engine.quantization {form.name} on cuda needs triton; expected none"
+    ):
         device.products(device.dtypes("auto"), form.name, False)
 
 
 def test_granite_20b_code_fits_a_card_of_24_gb() -> None:
-    """In int4 with a cache of 32 sequences of 8,192 tokens in bfloat16, in int8 with one of 4; and 1.5 GB for steps and graphs."""
-    plan = make_plan(PlanOptions(model=ROOT / "configs/models/granite-20b-code", memory=24 * 10**9, device="cuda"))
-    assert plan.weight_bytes["int4"] == 12_546_738_176 and plan.weight_bytes["int8"] == 21_324_498_944
+    """In int4 with a cache of 32 sequences of 8,192 tokens in bfloat16, in int8 with one of 4; and
+    1.5 GB for steps and graphs.
+    """
+    plan = make_plan(
+        PlanOptions(
+            model=ROOT / "configs/models/granite-20b-code", memory=24 * 10**9, device="cuda"
+        )
+    )
+    assert (
+        plan.weight_bytes["int4"] == 12_546_738_176 and plan.weight_bytes["int8"] == 21_324_498_944
+    )
     for form, sequences in (("int4", 32), ("int8", 4)):
         cache = sequences * 8192 * plan.kv_bytes_per_token["bfloat16"]["multi_query"]
         assert plan.weight_bytes[form] + cache + 1.5e9 < 24e9, form

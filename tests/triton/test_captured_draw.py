@@ -1,5 +1,5 @@
-"""The draw at the end of captured steps, by the GPU's kernels under Triton's interpreter: the tokens of steps that are waited for, and how
-many launches stand behind the graph.
+"""The draw at the end of captured steps, by the GPU's kernels under Triton's interpreter: the
+tokens of steps that are waited for, and how many launches stand behind the graph.
 """
 
 import random
@@ -97,7 +97,18 @@ def test_states_that_are_not_finite_fail_their_own_row(tmp_path: Path) -> None:
     assert (failed, finished) == ([0], [1]) and stream.num_replays > 2
 
 
-NO_LAUNCH = {"empty", "view", "slice", "select", "alias", "detach", "as_strided", "unsqueeze", "expand", "lift_fresh"}
+NO_LAUNCH = {
+    "empty",
+    "view",
+    "slice",
+    "select",
+    "alias",
+    "detach",
+    "as_strided",
+    "unsqueeze",
+    "expand",
+    "lift_fresh",
+}
 
 
 class Counting(TorchDispatchMode):
@@ -107,14 +118,22 @@ class Counting(TorchDispatchMode):
         super().__init__()
         self.counts: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         name = function.overloadpacket.__name__
         self.counts[name] += name not in NO_LAUNCH
         return function(*args, **(kwargs or {}))
 
 
 class OutsideGraphs(RecordingStream):
-    """Does work at once, and forgets what was counted until a graph was replayed; replays do nothing."""
+    """Does work at once, and forgets what was counted until a graph was replayed; replays do
+    nothing.
+    """
 
     def __init__(self, counting: Counting) -> None:
         super().__init__()
@@ -148,19 +167,32 @@ def samples(kind: str) -> list[Sample]:
     }[kind]
     history = [rng.randrange(256) for _ in range(100)]
     masks = [bitmap(rng.sample(range(256), 100)) if kind == "all" else None for _ in range(256)]
-    return [Sample(replace(sampling, seed=i), history, history, mask=mask) for i, mask in enumerate(masks)]
+    return [
+        Sample(replace(sampling, seed=i), history, history, mask=mask)
+        for i, mask in enumerate(masks)
+    ]
 
 
-@pytest.mark.parametrize(("kind", "most"), [("greedy", 1), ("plain", 1), ("top-p", 2), ("penalties", 3), ("all", 4)])
-def test_few_launches_stand_behind_the_graph(kind: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "most"), [("greedy", 1), ("plain", 1), ("top-p", 2), ("penalties", 3), ("all", 4)]
+)
+def test_few_launches_stand_behind_the_graph(
+    kind: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_checkpoint(SHAPES[1], tmp_path)
     counting, uploads = Counting(), Counter[str]()
     stream = OutsideGraphs(counting)
-    monkeypatch.setattr("model.devices.gpu.drawing.upload", lambda *args: uploads.update(["upload"]) or upload(*args))
+    monkeypatch.setattr(
+        "model.devices.gpu.drawing.upload",
+        lambda *args: uploads.update(["upload"]) or upload(*args),
+    )
     with watched(lambda name, _: counting.counts.update([name]), computes=False):
         runner = make_runner(tmp_path, stream, 256)
         assert runner.capture(PAGE) == 12
-        rows = [Row(i, [0], 3, all_in_page_0(runner.pool.layout, 4), sample) for i, sample in enumerate(samples(kind))]
+        rows = [
+            Row(i, [0], 3, all_in_page_0(runner.pool.layout, 4), sample)
+            for i, sample in enumerate(samples(kind))
+        ]
         runner.launch(StepPlan(tuple(rows)))
     assert stream.num_replays == 1 and counting.counts.total() == most, counting.counts
     assert counting.counts["copy_"] == 1 and uploads.total() == (most > 1)
@@ -171,4 +203,8 @@ def test_the_buffers_of_draws_are_kept() -> None:
     draws = device.row_draws(8, 100)
     assert device.row_draws(8, 100) is draws is device.row_draws(1, 100)
     larger = device.row_draws(9, 100)
-    assert larger is not draws and device.row_draws(8, 100) is larger and device.row_draws(8, 101) is not larger
+    assert (
+        larger is not draws
+        and device.row_draws(8, 100) is larger
+        and device.row_draws(8, 101) is not larger
+    )

@@ -1,4 +1,6 @@
-"""What the compiler makes of every shipped configuration, for GPUs that need not be there: it fits, and uses the tensor cores."""
+"""What the compiler makes of every shipped configuration, for GPUs that need not be there: it fits,
+and uses the tensor cores.
+"""
 
 import json
 import os
@@ -26,7 +28,9 @@ SAMPLE = [(80, 0, 0), (90, 5, 0), (100, 5, 512)]
 FLOAT8_SAMPLE = [(90, 0, 0), (100, 0, 0)]
 """Line 0 of the table has tiles of 16 rows, line 5 of 64."""
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: pip install -e '.[gpu]'")
+pytestmark = pytest.mark.skipif(
+    find_spec("triton") is None, reason="triton is not installed: pip install -e '.[gpu]'"
+)
 
 
 def expected_instruction(architecture: int, rows: int, size: int) -> str:
@@ -39,25 +43,44 @@ def expected_instruction(architecture: int, rows: int, size: int) -> str:
 
 
 def compile_kernels(wanted: list[str], cache: Path) -> "subprocess.CompletedProcess[str]":
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("TRITON_")
+    }
     command = [sys.executable, "-m", "tests.triton.compile_kernels", *wanted]
     return subprocess.run(
-        command, cwd=ROOT, env=environment | {"TRITON_CACHE_DIR": str(cache)}, check=False, capture_output=True, text=True
+        command,
+        cwd=ROOT,
+        env=environment | {"TRITON_CACHE_DIR": str(cache)},
+        check=False,
+        capture_output=True,
+        text=True,
     )
 
 
 def compiled(wanted: list[str], cache: Path) -> list[dict[str, Any]]:
-    """What compile_kernels says of these. All of it fits, and what reads or writes float8 has the instructions that convert it."""
+    """What compile_kernels says of these. All of it fits, and what reads or writes float8 has the
+    instructions that convert it.
+    """
     done = compile_kernels(wanted, cache)
     assert done.returncode == 0, done.stderr[-2000:]
     found: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
     stored = wanted[0].endswith(":fp8")
     for made in found:
-        what = " ".join(f"{name} {made[name]}" for name in ("line", "shape", "rows", "groups", "window") if name in made)
-        print(f"sm_{made['architecture']} {made['kernel']:9} {what:45} {made['shared'] / 1024:5.0f} KiB shared, loops {made['loops']}")
+        what = " ".join(
+            f"{name} {made[name]}"
+            for name in ("line", "shape", "rows", "groups", "window")
+            if name in made
+        )
+        print(
+            f"sm_{made['architecture']} {made['kernel']:9} {what:45} {made['shared'] / 1024:5.0f} "
+            f"KiB shared, loops {made['loops']}"
+        )
     for made in found:
         assert made["shared"] <= SHARED_KIB[made["architecture"]] * 1024 and made["cubin"] > 0, made
-        reads, writes = made["kernel"] in ("attend", "decode"), made["kernel"] in ("scatter", "decode")
+        reads, writes = (
+            made["kernel"] in ("attend", "decode"),
+            made["kernel"] in ("scatter", "decode"),
+        )
         # Triton 3.9 converts to bfloat16 at once where there is an instruction for that.
         converted = made["counts"]["cvt.rn.f16x2.e4m3x2"] + made["counts"]["cvt.rn.bf16x2.e4m3x2"]
         assert (converted > 0) == (stored and reads), made
@@ -68,7 +91,9 @@ def compiled(wanted: list[str], cache: Path) -> list[dict[str, Any]]:
 def check_instruction(made: dict[str, Any], rows: int, size: int) -> None:
     instruction = expected_instruction(made["architecture"], rows, size)
     others = {"mma.sync", "wgmma.mma_async", "tcgen05.mma"} - {instruction}
-    assert made["counts"][instruction] > 0 and not any(made["counts"][other] for other in others), made
+    assert made["counts"][instruction] > 0 and not any(made["counts"][other] for other in others), (
+        made
+    )
     assert size == 4 or made["counts"]["cp.async.c"] > 0, made
 
 
@@ -79,18 +104,30 @@ def check(wanted: list[tuple[int, int, int]], cache: Path, stored: str = "") -> 
     assert len(attended) == len(wanted) and {made["kernel"] for made in found} == KERNELS
     written = [made for made in found if made["kernel"] == "scatter"]
     # Each product is rounded before the sum, as torch does.
-    assert {made["turns"] for made in written} == {False, True} and not any(made["counts"]["fma.rn.f32"] for made in written)
+    assert {made["turns"] for made in written} == {False, True} and not any(
+        made["counts"]["fma.rn.f32"] for made in written
+    )
     for made in attended:
         *_, size, configuration = TABLE[made["line"]]
         check_instruction(made, configuration.rows, size)
 
 
-def check_fast(wanted: list[tuple[int, int, int]], cache: Path, stored: str = "", size: int = 2) -> None:
-    """Compiles (architecture, shape, window): the loads of every loop are copies on their way, and warps with keys of their own meet at
-    most twice in it.
+def check_fast(
+    wanted: list[tuple[int, int, int]], cache: Path, stored: str = "", size: int = 2
+) -> None:
+    """Compiles (architecture, shape, window): the loads of every loop are copies on their way, and
+    warps with keys of their own meet at most twice in it.
     """
-    found = compiled([f"{architecture}:fast{shape}x{size}:{window}{stored}" for architecture, shape, window in wanted], cache)
-    assert [made["kernel"] for made in found].count("attend") == len(wanted) and {made["kernel"] for made in found} == {"attend", "decode"}
+    found = compiled(
+        [
+            f"{architecture}:fast{shape}x{size}:{window}{stored}"
+            for architecture, shape, window in wanted
+        ],
+        cache,
+    )
+    assert [made["kernel"] for made in found].count("attend") == len(wanted) and {
+        made["kernel"] for made in found
+    } == {"attend", "decode"}
     for made in found:
         check_instruction(made, made["rows"], size)
         for loop in made["loops"] if size == 2 else ():
@@ -103,36 +140,58 @@ def check_products(wanted: list[tuple[int, int]], cache: Path) -> None:
     """Compiles (architecture, line of the products' table)."""
     found = compiled([f"{architecture}:product{line}" for architecture, line in wanted], cache)
     products = [made for made in found if made["kernel"] == "product"]
-    assert len(products) == 5 * len(wanted) and {made["kernel"] for made in found} == {"product", "join", *BY_ROWS}
+    assert len(products) == 5 * len(wanted) and {made["kernel"] for made in found} == {
+        "product",
+        "join",
+        *BY_ROWS,
+    }
     for made in found:
         if made["kernel"] in VECTORISED:
-            assert made["counts"]["ld.global.v4.b32"] > 0 and not made["counts"]["ld.global.b16"] + made["counts"]["ld.global.b32"], made
+            assert (
+                made["counts"]["ld.global.v4.b32"] > 0
+                and not made["counts"]["ld.global.b16"] + made["counts"]["ld.global.b32"]
+            ), made
     for made in products:
         _, size, tile = tiles.TABLE[made["line"]]
         check_instruction(made, tile.rows, size)
     for line in {made["line"] for made in products}:
-        # Parts that are summed one after another, or apart, are multiplied by the same instructions: a row's bits are the same.
-        parts = [made for made in products if made["line"] == line and made["part"] < products[0]["part"]]
+        # Parts that are summed one after another, or apart, are multiplied by the same
+        # instructions: a row's bits are the same.
+        parts = [
+            made for made in products if made["line"] == line and made["part"] < products[0]["part"]
+        ]
         assert len({frozenset(made["multiplications"]) for made in parts}) == 1, parts
 
 
 BLOCK_SHARED_KIB = SHARED_KIB | {86: 99, 89: 99}
 """Cards of 24 GB, for which 4 bits are, have less."""
-BLOCK_INSTRUCTIONS = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+BLOCK_INSTRUCTIONS = {
+    80: "mma.sync",
+    86: "mma.sync",
+    89: "mma.sync",
+    90: "wgmma.mma_async",
+    100: "tcgen05.mma",
+}
 
 
 def check_blocks(architecture: int, form: str, cache: Path) -> None:
-    """Every tile fits, by tensor cores, fed by asynchronous copies; integers become floats without the slow conversion."""
+    """Every tile fits, by tensor cores, fed by asynchronous copies; integers become floats without
+    the slow conversion.
+    """
     done = compile_kernels([f"{architecture}:{form}"], cache)
     assert done.returncode == 0, done.stderr[-2000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [made["kernel"] for made in found] == ["block_product"] * 8 + ["join"] + ["dequantize"] * 2
+    assert [made["kernel"] for made in found] == ["block_product"] * 8 + ["join"] + [
+        "dequantize"
+    ] * 2
     for made in found:
         counts = made["counts"]
         assert made["shared"] <= BLOCK_SHARED_KIB[architecture] * 1024 and made["cubin"] > 0, made
         assert counts["cvt.rn.f32.u"] == counts["cvt.rn.f32.s"] == 0, made
         if made["kernel"] == "block_product":
-            instruction = BLOCK_INSTRUCTIONS[architecture] if made["number"] == "bf16" else "fma.rn.f32"
+            instruction = (
+                BLOCK_INSTRUCTIONS[architecture] if made["number"] == "bf16" else "fma.rn.f32"
+            )
             others = {*BLOCK_INSTRUCTIONS.values()} - {instruction}
             assert counts[instruction] > 0 and not any(counts[other] for other in others), made
             # Of numbers, scales, minima and rows of x, in the loop and before it.
@@ -143,7 +202,9 @@ def check_one_row(architecture: int, cache: Path) -> None:
     """It is multiplied without tensor cores, and W is read past the caches."""
     for made in compiled([f"{architecture}:one_row"], cache):
         assert made["kernel"] == "one_row" and made["counts"]["ld.global.L1::evict_first"] > 0, made
-        assert not any(made["counts"][name] for name in ("mma.sync", "wgmma.mma_async", "tcgen05.mma")), made
+        assert not any(
+            made["counts"][name] for name in ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
+        ), made
 
 
 def test_products_of_one_row_compile(tmp_path: Path) -> None:
@@ -166,7 +227,9 @@ def test_products_of_blocks_compile_with_the_expected_instructions(tmp_path: Pat
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("form", ["int8", "int4"])
 @pytest.mark.parametrize("architecture", BLOCK_INSTRUCTIONS)
-def test_all_products_of_blocks_compile_with_the_expected_instructions(architecture: int, form: str, tmp_path: Path) -> None:
+def test_all_products_of_blocks_compile_with_the_expected_instructions(
+    architecture: int, form: str, tmp_path: Path
+) -> None:
     check_blocks(architecture, form, tmp_path)
 
 
@@ -198,15 +261,26 @@ def test_there_is_no_float8_before_its_instructions(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("architecture", FLOAT8_ARCHITECTURES)
 def test_every_configuration_over_float8_compiles(architecture: int, tmp_path: Path) -> None:
-    check([(architecture, line, window) for line in range(len(TABLE)) for window in (0, 512)], tmp_path, ":fp8")
-    check_fast([(architecture, shape, window) for shape in SHAPES for window in (0, 512)], tmp_path, ":fp8")
+    check(
+        [(architecture, line, window) for line in range(len(TABLE)) for window in (0, 512)],
+        tmp_path,
+        ":fp8",
+    )
+    check_fast(
+        [(architecture, shape, window) for shape in SHAPES for window in (0, 512)], tmp_path, ":fp8"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("architecture", SHARED_KIB)
-def test_every_configuration_compiles_with_the_expected_instructions(architecture: int, tmp_path: Path) -> None:
-    check([(architecture, line, window) for line in range(len(TABLE)) for window in (0, 512)], tmp_path)
+def test_every_configuration_compiles_with_the_expected_instructions(
+    architecture: int, tmp_path: Path
+) -> None:
+    check(
+        [(architecture, line, window) for line in range(len(TABLE)) for window in (0, 512)],
+        tmp_path,
+    )
     check_fast([(architecture, shape, window) for shape in SHAPES for window in (0, 512)], tmp_path)
     check_fast([(architecture, shape, 0) for shape in SHAPES], tmp_path, size=4)
     check_products([(architecture, line) for line in range(len(tiles.TABLE))], tmp_path)

@@ -1,5 +1,5 @@
-"""The decode kernel and the tiles of chunks under Triton's interpreter: softmax attention in float64, over outputs and scratch memory that
-hold NaN before every launch.
+"""The decode kernel and the tiles of chunks under Triton's interpreter: softmax attention in
+float64, over outputs and scratch memory that hold NaN before every launch.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,15 @@ from tests.triton.test_kernels import NEAR
 
 pytestmark = pytest.mark.usefixtures("interpreter", "poisoned")
 
-SHAPES = [(16, 128, None), (48, 128, None), (71, 64, None), (8, 256, None), (4, 256, None), (16, 576, 512), (128, 576, 512)]
+SHAPES = [
+    (16, 128, None),
+    (48, 128, None),
+    (71, 64, None),
+    (8, 256, None),
+    (4, 256, None),
+    (16, 576, 512),
+    (128, 576, 512),
+]
 """(query heads, columns of a key, of the value that is its beginning)"""
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -28,21 +36,42 @@ def single(case: Case) -> Case:
     return case
 
 
-def made(num_heads: int, key_dim: int, value_dim: int | None, dtype: torch.dtype, **options: Any) -> Case:
+def made(
+    num_heads: int, key_dim: int, value_dim: int | None, dtype: torch.dtype, **options: Any
+) -> Case:
     """Single tokens after long contexts: several splits of 256 keys."""
-    options = {"page_size": 64, "most": 900, "configuration": None, "kernels": "triton-fast"} | options
+    options = {
+        "page_size": 64,
+        "most": 900,
+        "configuration": None,
+        "kernels": "triton-fast",
+    } | options
     return single(Case(num_heads, num_heads, key_dim, value_dim, dtype=dtype, **options))
 
 
-def launch(case: Case, chosen: list[int], num_rows: int, layer: int = 0, backend: Any = None, pool: Any = None) -> torch.Tensor:
-    """The outputs of these rows as a captured step computes them, padded to `num_rows` rows whose inputs are NaN."""
+def launch(
+    case: Case,
+    chosen: list[int],
+    num_rows: int,
+    layer: int = 0,
+    backend: Any = None,
+    pool: Any = None,
+) -> torch.Tensor:
+    """The outputs of these rows as a captured step computes them, padded to `num_rows` rows whose
+    inputs are NaN.
+    """
     backend = backend or case.backend("triton-fast", pool or case.pool())
     plan = captured_plan(backend, [case.rows[i] for i in chosen], num_rows)
     num_tokens = sum(len(case.rows[i].tokens) for i in chosen)
     padding = num_rows - num_tokens
     parts = ([case.inputs[i][part] for i in chosen] for part in range(3))
-    q_THd, k_Td, v_Tv = (torch.cat([*part, torch.full_like(part[0], torch.nan).repeat_interleave(padding, 0)]) for part in parts)
-    positions = [case.rows[i].start + place for i in chosen for place in range(len(case.rows[i].tokens))]
+    q_THd, k_Td, v_Tv = (
+        torch.cat([*part, torch.full_like(part[0], torch.nan).repeat_interleave(padding, 0)])
+        for part in parts
+    )
+    positions = [
+        case.rows[i].start + place for i in chosen for place in range(len(case.rows[i].tokens))
+    ]
     position_T = torch.tensor(positions + [0] * padding)
     for scratch in (backend.tiles.partial, backend.tiles.peaks, backend.tiles.sums):
         scratch.fill_(torch.nan)
@@ -56,12 +85,16 @@ def turned(rotation: Rotation | None, x_nhd: torch.Tensor) -> torch.Tensor:
     """x, rotated in float32 and rounded once."""
     if rotation is None:
         return x_nhd
-    exact_nhd = Rotation(rotation.cosine_Tr.float(), rotation.sine_Tr.float(), rotation.interleaved)(x_nhd.float())
+    exact_nhd = Rotation(
+        rotation.cosine_Tr.float(), rotation.sine_Tr.float(), rotation.interleaved
+    )(x_nhd.float())
     return exact_nhd.to(x_nhd.dtype)
 
 
 def expected(case: Case, pool: Any, layer: int = 0) -> Iterator[torch.Tensor]:
-    """Attention of every row's tokens in float64, over the numbers that the pool holds after the launch."""
+    """Attention of every row's tokens in float64, over the numbers that the pool holds after the
+    launch.
+    """
     place = case.layout.places[layer]
     group, (keys_PSd, values_PSv) = case.layout.groups[place.group], pool.layer(layer)
     for row, (q_nHd, _, _) in zip(case.rows, case.inputs, strict=True):
@@ -83,7 +116,9 @@ def check(case: Case, pool: Any, outputs: torch.Tensor, layer: int = 0) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_heads", "key_dim", "value_dim"), SHAPES)
 @torch.inference_mode()
-def test_every_shape_is_attention_in_float64(num_heads: int, key_dim: int, value_dim: int | None, dtype: torch.dtype) -> None:
+def test_every_shape_is_attention_in_float64(
+    num_heads: int, key_dim: int, value_dim: int | None, dtype: torch.dtype
+) -> None:
     case = made(num_heads, key_dim, value_dim, dtype)
     if value_dim is None:
         case.rotate(interleaved=dtype is torch.float32)
@@ -106,9 +141,17 @@ def test_every_class_of_rows_with_and_without_windows(
     check(case, pool, launch(case, case.everyone(), 5, layer, pool=pool), layer)
 
 
-def chunks(num_heads: int, key_dim: int, value_dim: int | None, dtype: torch.dtype, window: int | None = None) -> Case:
+def chunks(
+    num_heads: int,
+    key_dim: int,
+    value_dim: int | None,
+    dtype: torch.dtype,
+    window: int | None = None,
+) -> Case:
     """Chunks of prompts and single tokens, some of them at the beginning of a context."""
-    return Case(23, num_heads, key_dim, value_dim, 64, window, 300, dtype, None, kernels="triton-fast")
+    return Case(
+        23, num_heads, key_dim, value_dim, 64, window, 300, dtype, None, kernels="triton-fast"
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -120,7 +163,9 @@ def chunks(num_heads: int, key_dim: int, value_dim: int | None, dtype: torch.dty
 def test_tokens_of_chunks_as_single_tokens_are_attention_in_float64(
     num_heads: int, key_dim: int, value_dim: int | None, window: int | None, dtype: torch.dtype
 ) -> None:
-    """Each sees those before it that the same step stores; the same bits alone and in company; and TritonBackend's bits as of chunks."""
+    """Each sees those before it that the same step stores; the same bits alone and in company; and
+    TritonBackend's bits as of chunks.
+    """
     case, layer = chunks(num_heads, key_dim, value_dim, dtype, window), 1 if window else 0
     if value_dim is None:
         case.rotate(interleaved=dtype is torch.float32)
@@ -135,12 +180,21 @@ def test_tokens_of_chunks_as_single_tokens_are_attention_in_float64(
     assert torch.equal(launch(case, [shortest], count + 1, layer), together[first : first + count])
     usual = case.pool()
     backend = case.backend("triton", usual)
-    padded = [torch.cat([torch.cat(parts), torch.full_like(parts[0][:1], torch.nan)]) for parts in zip(*case.inputs, strict=True)]
-    position_T = torch.tensor([row.start + place for row in case.rows for place in range(len(row.tokens))] + [0])
-    by_lines = backend.run(captured_plan(backend, case.rows, num_tokens + 1), layer, *padded, case.rotation(position_T))[:num_tokens]
+    padded = [
+        torch.cat([torch.cat(parts), torch.full_like(parts[0][:1], torch.nan)])
+        for parts in zip(*case.inputs, strict=True)
+    ]
+    position_T = torch.tensor(
+        [row.start + place for row in case.rows for place in range(len(row.tokens))] + [0]
+    )
+    by_lines = backend.run(
+        captured_plan(backend, case.rows, num_tokens + 1), layer, *padded, case.rotation(position_T)
+    )[:num_tokens]
     assert torch.equal(by_lines, torch.cat(case.run(case.everyone(), layer, "triton")))
     for ours, theirs in ((pool.keys_LPSd, usual.keys_LPSd), (pool.values_LPSv, usual.values_LPSv)):
-        assert torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(ours.nan_to_num(), theirs.nan_to_num())
+        assert torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(
+            ours.nan_to_num(), theirs.nan_to_num()
+        )
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 128])
@@ -154,15 +208,22 @@ def test_pages_of_other_sizes(page_size: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_heads", "key_dim", "value_dim"), [SHAPES[0], SHAPES[2], SHAPES[5]])
 @torch.inference_mode()
-def test_a_cache_in_float8(num_heads: int, key_dim: int, value_dim: int | None, dtype: torch.dtype) -> None:
+def test_a_cache_in_float8(
+    num_heads: int, key_dim: int, value_dim: int | None, dtype: torch.dtype
+) -> None:
     case = made(num_heads, key_dim, value_dim, dtype, in_float8=True)
     pool = case.pool()
     check(case, pool, launch(case, case.everyone(), 5, pool=pool))
 
 
-@pytest.mark.parametrize(("num_heads", "key_dim", "value_dim", "window"), [(16, 128, None, None), (16, 128, None, 300), (20, 80, 64, None)])
+@pytest.mark.parametrize(
+    ("num_heads", "key_dim", "value_dim", "window"),
+    [(16, 128, None, None), (16, 128, None, 300), (20, 80, 64, None)],
+)
 @torch.inference_mode()
-def test_the_same_bits_alone_and_in_company(num_heads: int, key_dim: int, value_dim: int | None, window: int | None) -> None:
+def test_the_same_bits_alone_and_in_company(
+    num_heads: int, key_dim: int, value_dim: int | None, window: int | None
+) -> None:
     case = made(num_heads, key_dim, value_dim, torch.bfloat16, window=window)
     layer = 1 if window else 0
     together = launch(case, case.everyone(), len(case.rows), layer)
@@ -173,7 +234,9 @@ def test_the_same_bits_alone_and_in_company(num_heads: int, key_dim: int, value_
 
 @pytest.mark.parametrize(("value_dim", "window"), [(None, None), (None, 20), (24, None)])
 @torch.inference_mode()
-def test_it_writes_the_new_key_and_value_and_nothing_else(value_dim: int | None, window: int | None) -> None:
+def test_it_writes_the_new_key_and_value_and_nothing_else(
+    value_dim: int | None, window: int | None
+) -> None:
     """Bit for bit what TritonBackend stores; padding stores nothing."""
     case = made(5, 32, value_dim, torch.float32, window=window, page_size=16, most=200)
     if value_dim is None:
@@ -184,8 +247,12 @@ def test_it_writes_the_new_key_and_value_and_nothing_else(value_dim: int | None,
         case.run(case.everyone(), layer, "triton", pools[1])
         for number in ("keys_LPSd", "values_LPSv"):
             ours, theirs, before = (getattr(pool, number) for pool in (*pools, case.pool()))
-            assert torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(ours.nan_to_num(), theirs.nan_to_num())
-            assert int((ours.nan_to_num(9.0) != before.nan_to_num(9.0)).any(-1).sum()) == len(case.rows)
+            assert torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(
+                ours.nan_to_num(), theirs.nan_to_num()
+            )
+            assert int((ours.nan_to_num(9.0) != before.nan_to_num(9.0)).any(-1).sum()) == len(
+                case.rows
+            )
 
 
 @torch.inference_mode()
@@ -197,9 +264,15 @@ def test_a_step_of_padding_touches_nothing() -> None:
     plan.singles.positions_B[:] = -1
     plan.singles.tables_BW[0][:] = 10**6
     before = pool.keys_LPSd.clone(), pool.values_LPSv.clone()
-    q_THd, k_Td = torch.full((4, 16, 128), torch.nan, dtype=case.dtype), torch.full((4, 128), torch.nan, dtype=case.dtype)
+    q_THd, k_Td = (
+        torch.full((4, 16, 128), torch.nan, dtype=case.dtype),
+        torch.full((4, 128), torch.nan, dtype=case.dtype),
+    )
     assert backend.run(plan, 0, q_THd, k_Td, k_Td).isnan().all()
-    assert all(torch.equal(x.nan_to_num(9.0), y.nan_to_num(9.0)) for x, y in zip(before, (pool.keys_LPSd, pool.values_LPSv), strict=True))
+    assert all(
+        torch.equal(x.nan_to_num(9.0), y.nan_to_num(9.0))
+        for x, y in zip(before, (pool.keys_LPSd, pool.values_LPSv), strict=True)
+    )
     assert not backend.counters.any()
 
 
@@ -231,13 +304,26 @@ def test_a_nan_stays_one_and_stays_where_it_is(part: int) -> None:
 @pytest.mark.parametrize(("num_heads", "key_dim", "value_dim"), SHAPES)
 @torch.inference_mode()
 def test_steps_of_chunks_and_single_tokens(
-    num_heads: int, key_dim: int, value_dim: int | None, least: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    num_heads: int,
+    key_dim: int,
+    value_dim: int | None,
+    least: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With tiles of either kind."""
     monkeypatch.setattr("model.devices.gpu.attention.fast.LEAST_TILES", least)
-    options: dict[str, Any] = {"page_size": 64, "most": 200, "dtype": dtype, "configuration": None, "kernels": "triton-fast"}
+    options: dict[str, Any] = {
+        "page_size": 64,
+        "most": 200,
+        "dtype": dtype,
+        "configuration": None,
+        "kernels": "triton-fast",
+    }
     cases = (Case(seed, num_heads, key_dim, value_dim, **options) for seed in range(20))
-    case = next(case for case in cases if {len(row.tokens) == 1 for row in case.rows} == {True, False})
+    case = next(
+        case for case in cases if {len(row.tokens) == 1 for row in case.rows} == {True, False}
+    )
     if value_dim is None:
         case.rotate(interleaved=False)
     pool = case.pool()
@@ -247,7 +333,9 @@ def test_steps_of_chunks_and_single_tokens(
 @pytest.mark.parametrize("least", [1, 1000])
 @pytest.mark.parametrize(("seed", "window"), [(0, 5), (1, 40), (4, 70)])
 @torch.inference_mode()
-def test_chunks_with_windows(seed: int, window: int, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_with_windows(
+    seed: int, window: int, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("model.devices.gpu.attention.fast.LEAST_TILES", least)
     case = Case(seed, 7, 32, None, 16, window, kernels="triton-fast")
     for layer in (0, 1):

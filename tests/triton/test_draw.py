@@ -1,5 +1,5 @@
-"""The draws of a GPU under Triton's interpreter: the race as numpy computes it in float64, penalties and filters as torch's, and each row
-for itself.
+"""The draws of a GPU under Triton's interpreter: the race as numpy computes it in float64,
+penalties and filters as torch's, and each row for itself.
 """
 
 import math
@@ -16,7 +16,14 @@ from model import sampling as torch_sampling
 from model.devices import find_device
 from model.devices.gpu.device import GpuDevice
 from model.draw_words import NUM_SETTINGS, pack_redraw, settings_SN
-from model.sampling import ALL_FINITE, NOT_FINITE, NOT_SAMPLED, NOTHING_ALLOWED, KernelDrawn, begin_draw
+from model.sampling import (
+    ALL_FINITE,
+    NOT_FINITE,
+    NOT_SAMPLED,
+    NOTHING_ALLOWED,
+    KernelDrawn,
+    begin_draw,
+)
 from model.step import Sample, SampledToken, SampleError, Sampling, bitmap
 from tests.support.draw_reference import BLOCK, is_clear, speeds, times, words
 
@@ -42,11 +49,19 @@ def random_logits(num_rows: int, num_tokens: int, dtype: torch.dtype = torch.flo
 def plain_samples(num_rows: int) -> list[Sample]:
     rng = random.Random(num_rows)
     keys = [(rng.getrandbits(64), rng.randrange(4), rng.randrange(1000)) for _ in range(num_rows)]
-    samplings = [replace(SAMPLINGS[i % len(SAMPLINGS)], seed=seed, choice=choice) for i, (seed, choice, _) in enumerate(keys)]
-    return [Sample(sampling, (), [0] * index) for sampling, (_, _, index) in zip(samplings, keys, strict=True)]
+    samplings = [
+        replace(SAMPLINGS[i % len(SAMPLINGS)], seed=seed, choice=choice)
+        for i, (seed, choice, _) in enumerate(keys)
+    ]
+    return [
+        Sample(sampling, (), [0] * index)
+        for sampling, (_, _, index) in zip(samplings, keys, strict=True)
+    ]
 
 
-def draw(logits_SV: Tensor, samples: Sequence[Sample], drawn_S: Tensor | None = None) -> list[SampledToken | SampleError]:
+def draw(
+    logits_SV: Tensor, samples: Sequence[Sample], drawn_S: Tensor | None = None
+) -> list[SampledToken | SampleError]:
     return begin_draw(GPU, logits_SV, samples, drawn_S=drawn_S).read()
 
 
@@ -54,7 +69,10 @@ def check_plain(num_rows: int, num_tokens: int, dtype: torch.dtype) -> None:
     from model.devices.gpu.drawing import KernelDraws
 
     logits_SV, samples = random_logits(num_rows, num_tokens, dtype), plain_samples(num_rows)
-    drawn_S, draws = torch.full((num_rows + 1,), -7), KernelDraws(num_rows + 1, num_tokens, CPU.torch_device)
+    drawn_S, draws = (
+        torch.full((num_rows + 1,), -7),
+        KernelDraws(num_rows + 1, num_tokens, CPU.torch_device),
+    )
     draws.results_SR.fill_(-7)
     draws.draw(logits_SV, torch.from_numpy(settings_SN(samples)), drawn_S)
     results_SR = draws.results_SR[:num_rows]
@@ -66,7 +84,9 @@ def check_plain(num_rows: int, num_tokens: int, dtype: torch.dtype) -> None:
     assert (numbers_SN[:, 1] - logits_SV.double().logsumexp(dim=-1)).abs().max() < 1e-5
     assert torch.equal(numbers_SN[:, 2], logits_SV.double().amax(dim=-1))
     clear = 0
-    for logits_V, sample, token in zip(logits_SV.double().numpy(), samples, tokens.tolist(), strict=True):
+    for logits_V, sample, token in zip(
+        logits_SV.double().numpy(), samples, tokens.tolist(), strict=True
+    ):
         speed_V = speeds(logits_V, sample.sampling, sample.index)
         if is_clear(speed_V):
             assert token == speed_V.argmax()
@@ -74,7 +94,9 @@ def check_plain(num_rows: int, num_tokens: int, dtype: torch.dtype) -> None:
     assert clear > 0.9 * num_rows
 
 
-@pytest.mark.parametrize(("num_rows", "num_tokens"), [(1, 1), (80, 7), (40, 301), (20, 2049), (14, 5001)])
+@pytest.mark.parametrize(
+    ("num_rows", "num_tokens"), [(1, 1), (80, 7), (40, 301), (20, 2049), (14, 5001)]
+)
 def test_a_draw_is_the_race_of_its_definition(num_rows: int, num_tokens: int) -> None:
     check_plain(num_rows, num_tokens, torch.bfloat16 if num_tokens == 301 else torch.float32)
 
@@ -95,14 +117,27 @@ def test_noise_is_as_exact_where_it_decides_as_in_float64() -> None:
         sampling, index = Sampling(seed=2**64 - 1 - (number << 31), choice=number % 3), 5 * number
         settings_1N = torch.from_numpy(settings_SN([Sample(sampling, (), [0] * index)]))
         speeds_of[(1,)](settings_1N, found, number, BLOCK // 4)
-        times_V = times(words([sampling.seed], [sampling.choice], [index], range(number * BLOCK, (number + 1) * BLOCK))[0])
+        times_V = times(
+            words(
+                [sampling.seed],
+                [sampling.choice],
+                [index],
+                range(number * BLOCK, (number + 1) * BLOCK),
+            )[0]
+        )
         errors_V = np.abs(found.double().numpy() + np.log(times_V))
-        assert errors_V[times_V < 0.01].max() < 1e-6 and errors_V[times_V < 1.0].max() < 7e-6 and errors_V.max() < 1e-3
+        assert (
+            errors_V[times_V < 0.01].max() < 1e-6
+            and errors_V[times_V < 1.0].max() < 7e-6
+            and errors_V.max() < 1e-3
+        )
 
 
 @pytest.mark.parametrize("min_p", [0.0, 0.2])
 def test_200_000_draws_follow_the_distribution(min_p: float) -> None:
-    """By the definition, to which other tests hold the kernel. The tokens lie in different blocks and quarters."""
+    """By the definition, to which other tests hold the kernel. The tokens lie in different blocks
+    and quarters.
+    """
     tokens = np.random.default_rng(1).permutation(6000)[:40].tolist()
     logits_V = np.random.default_rng(2).normal(size=40) * 1.5 / 0.7
     kept_V = logits_V - logits_V.max() >= (math.log(min_p) if min_p else -math.inf)
@@ -121,8 +156,17 @@ def test_200_000_draws_follow_the_distribution(min_p: float) -> None:
 
 
 def test_seeds_choices_and_indices_draw_different_words() -> None:
-    keys = [(7, 0, 0), (7, 0, 1), (7, 1, 0), (2**64 - 1, 0, 0), (7 + 2**32, 0, 0), (7 + 2**63, 0, 0)]
-    assert len({words([seed], [choice], [index], [3])[0, 0] for seed, choice, index in keys}) == len(keys)
+    keys = [
+        (7, 0, 0),
+        (7, 0, 1),
+        (7, 1, 0),
+        (2**64 - 1, 0, 0),
+        (7 + 2**32, 0, 0),
+        (7 + 2**63, 0, 0),
+    ]
+    assert len(
+        {words([seed], [choice], [index], [3])[0, 0] for seed, choice, index in keys}
+    ) == len(keys)
     assert words([-1], [0], [0], [3]) == words([2**64 - 1], [0], [0], [3])
     assert settings_SN([]).shape == (0, NUM_SETTINGS)
 
@@ -178,14 +222,33 @@ def test_top_k_and_top_p_keep_exactly_the_set_of_a_stable_sort(number: int) -> N
     num_tokens = 24
     logits_V = ties(random_logits(5, num_tokens))[number] * rng.choice([0.0, 0.3, 1.0])
     logits_V[rng.sample(range(num_tokens), 3)] = -torch.inf
-    sampling = Sampling(rng.choice([0.7, 1.0, 2.0]), rng.choice([0, 3, 8, 30]), rng.choice([0.3, 0.8, 0.95, 1.0 - 1e-9]))
+    sampling = Sampling(
+        rng.choice([0.7, 1.0, 2.0]),
+        rng.choice([0, 3, 8, 30]),
+        rng.choice([0.3, 0.8, 0.95, 1.0 - 1e-9]),
+    )
     samples = [Sample(sampling, (), ())] * num_tokens
-    logits_SV, settings = logits_V.expand(num_tokens, -1).contiguous(), torch.from_numpy(settings_SN(samples))
+    logits_SV, settings = (
+        logits_V.expand(num_tokens, -1).contiguous(),
+        torch.from_numpy(settings_SN(samples)),
+    )
     draws = KernelDraws(num_tokens, num_tokens, CPU.torch_device)
     draws.draw(logits_SV, settings, None)
     draws.results_SR[:, 0] = torch.arange(num_tokens)
-    draws.redraw(logits_SV, settings, None, range(num_tokens), samples, lambda *_: pytest.fail("no typical-p"))
-    kept_V = torch_sampling._keep_likeliest(CPU, (logits_V.double() / sampling.temperature).softmax(dim=-1)[None], samples[:1])[0] > 0
+    draws.redraw(
+        logits_SV,
+        settings,
+        None,
+        range(num_tokens),
+        samples,
+        lambda *_: pytest.fail("no typical-p"),
+    )
+    kept_V = (
+        torch_sampling._keep_likeliest(
+            CPU, (logits_V.double() / sampling.temperature).softmax(dim=-1)[None], samples[:1]
+        )[0]
+        > 0
+    )
     within_V = (draws.results_SR[:, 0] == torch.arange(num_tokens)) & logits_V.isfinite()
     assert torch.equal(within_V, kept_V), (sampling, logits_V)
     assert kept_V[draws.results_SR[:, 0].long()].all()
@@ -194,19 +257,57 @@ def test_top_k_and_top_p_keep_exactly_the_set_of_a_stable_sort(number: int) -> N
 def adjusted_samples(num_tokens: int) -> list[Sample]:
     rng = random.Random(num_tokens)
     history = [rng.randrange(num_tokens) for _ in range(300)]
-    allowed, mask = bitmap(rng.sample(range(num_tokens), num_tokens // 2)), bitmap(rng.sample(range(num_tokens - 9), num_tokens // 3))
-    everything = Sampling(0.0, 0, 1.0, 0.0, 1.0, 1.3, 0.4, -0.2, {3: 2.5, 9: -1.0}, allowed, [[4], [*history[-2:], 6], [1, 2, 3]])
+    allowed, mask = (
+        bitmap(rng.sample(range(num_tokens), num_tokens // 2)),
+        bitmap(rng.sample(range(num_tokens - 9), num_tokens // 3)),
+    )
+    everything = Sampling(
+        0.0,
+        0,
+        1.0,
+        0.0,
+        1.0,
+        1.3,
+        0.4,
+        -0.2,
+        {3: 2.5, 9: -1.0},
+        allowed,
+        [[4], [*history[-2:], 6], [1, 2, 3]],
+    )
     greedy = Sampling(temperature=0.0)
     return [
         Sample(replace(greedy, repetition_penalty=1.7), history, history[:150] + [5] * 40),
-        Sample(replace(greedy, frequency_penalty=0.3, presence_penalty=0.7), history, history[100:170]),
+        Sample(
+            replace(greedy, frequency_penalty=0.3, presence_penalty=0.7), history, history[100:170]
+        ),
         Sample(replace(greedy, presence_penalty=0.7), history, []),
-        Sample(replace(greedy, logit_bias={i: float(i) for i in range(0, num_tokens, num_tokens // 200 + 1)}), (), ()),
+        Sample(
+            replace(
+                greedy,
+                logit_bias={i: float(i) for i in range(0, num_tokens, num_tokens // 200 + 1)},
+            ),
+            (),
+            (),
+        ),
         Sample(greedy, (), (), forbidden=[0, num_tokens - 1, 0]),
         Sample(greedy, (), (), mask=mask),
         Sample(everything, history, history, [7, 3], 0, mask),
-        Sample(replace(everything, temperature=0.9, top_p=0.9, seed=5), history, history, [7, 3], 0, mask),
-        Sample(replace(everything, temperature=0.9, top_k=5, typical_p=0.9, seed=6), history, history, [7, 3], 0, mask),
+        Sample(
+            replace(everything, temperature=0.9, top_p=0.9, seed=5),
+            history,
+            history,
+            [7, 3],
+            0,
+            mask,
+        ),
+        Sample(
+            replace(everything, temperature=0.9, top_k=5, typical_p=0.9, seed=6),
+            history,
+            history,
+            [7, 3],
+            0,
+            mask,
+        ),
     ]
 
 
@@ -220,7 +321,9 @@ def test_penalties_bias_and_masks_are_torchs_bit_for_bit(num_tokens: int) -> Non
     draws = KernelDraws(len(samples), num_tokens, CPU.torch_device)
     order = list(reversed(range(len(samples))))
     packed = pack_redraw(order, [samples[i] for i in order], num_tokens)
-    assert torch.equal(draws.adjusted(logits_SV, torch.from_numpy(packed.words), len(order)), expected_SV[order])
+    assert torch.equal(
+        draws.adjusted(logits_SV, torch.from_numpy(packed.words), len(order)), expected_SV[order]
+    )
     for i, drawn in enumerate(draw(logits_SV, samples)):
         assert isinstance(drawn, SampledToken) and expected_SV[i, drawn.token] > -torch.inf
         assert samples[i].sampling.temperature or drawn.token == expected_SV[i].argmax()
@@ -229,7 +332,12 @@ def test_penalties_bias_and_masks_are_torchs_bit_for_bit(num_tokens: int) -> Non
 
 @pytest.mark.parametrize("num_tokens", [70, 2100])
 def test_a_row_alone_has_the_bits_of_one_in_company(num_tokens: int) -> None:
-    samples = [*plain_samples(4), *adjusted_samples(num_tokens)[5:], Sample(REDRAWN[5], (), ()), Sample(REDRAWN[0], (), (), num_top=3)]
+    samples = [
+        *plain_samples(4),
+        *adjusted_samples(num_tokens)[5:],
+        Sample(REDRAWN[5], (), ()),
+        Sample(REDRAWN[0], (), (), num_top=3),
+    ]
     logits_SV = random_logits(len(samples), num_tokens, torch.bfloat16)
     order = list(range(len(samples)))
     random.Random(3).shuffle(order)
@@ -237,7 +345,9 @@ def test_a_row_alone_has_the_bits_of_one_in_company(num_tokens: int) -> None:
     assert isinstance(together, KernelDrawn)
     for place, i in enumerate(order):
         alone = begin_draw(GPU, logits_SV[i : i + 1].clone(), samples[i : i + 1])
-        assert isinstance(alone, KernelDrawn) and torch.equal(alone._results_SR[0], together._results_SR[place])
+        assert isinstance(alone, KernelDrawn) and torch.equal(
+            alone._results_SR[0], together._results_SR[place]
+        )
         assert alone.read()[0] == together.read()[place]
 
 
@@ -273,8 +383,15 @@ def test_states_that_are_not_finite_are_told_of_their_own_row() -> None:
     from model.devices.gpu.drawing import KernelDraws
 
     for num_tokens, depth in ((5, 70), (4100, 33), (6200, 8)):
-        samples, logits_SV, states_SD = plain_samples(4), random_logits(4, num_tokens), torch.randn(4, depth).bfloat16()
-        draws, settings = KernelDraws(6, num_tokens, CPU.torch_device), torch.from_numpy(settings_SN(samples))
+        samples, logits_SV, states_SD = (
+            plain_samples(4),
+            random_logits(4, num_tokens),
+            torch.randn(4, depth).bfloat16(),
+        )
+        draws, settings = (
+            KernelDraws(6, num_tokens, CPU.torch_device),
+            torch.from_numpy(settings_SN(samples)),
+        )
         for column, broken in ((0, torch.nan), (depth - 1, -torch.inf)):
             spoilt_SD = states_SD.clone()
             spoilt_SD[2, column] = broken
@@ -302,7 +419,15 @@ def test_the_likeliest_tokens_are_reported_as_on_a_cpu() -> None:
         Sample(Sampling(temperature=0.0), (), ()),
     ]
     logits_SV = random_logits(4, 90, torch.bfloat16)
-    for drawn, expected in zip(draw(logits_SV, samples), begin_draw(CPU, logits_SV, samples).read(), strict=True):
+    for drawn, expected in zip(
+        draw(logits_SV, samples), begin_draw(CPU, logits_SV, samples).read(), strict=True
+    ):
         assert isinstance(drawn, SampledToken) and isinstance(expected, SampledToken)
-        assert drawn.token == expected.token and [id for id, _ in drawn.top] == [id for id, _ in expected.top]
-        assert np.allclose([logprob for _, logprob in drawn.top], [logprob for _, logprob in expected.top], atol=1e-5)
+        assert drawn.token == expected.token and [id for id, _ in drawn.top] == [
+            id for id, _ in expected.top
+        ]
+        assert np.allclose(
+            [logprob for _, logprob in drawn.top],
+            [logprob for _, logprob in expected.top],
+            atol=1e-5,
+        )

@@ -1,4 +1,6 @@
-"""The real decoder and runner over the GPU's kernels, interpreted: every family's logits and tokens are those over the reference."""
+"""The real decoder and runner over the GPU's kernels, interpreted: every family's logits and tokens
+are those over the reference.
+"""
 
 from array import array
 from dataclasses import replace
@@ -23,17 +25,50 @@ from model.runner.runner import ModelRunner
 from model.step import Row, SampledToken, Sampling, Scoring, StepPlan
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, Scheduler
-from tests.model.test_decoder import CPU, GREEDY, TOLERANCE, finish, load, logits_by_chunks, make_core, make_runner
+from tests.model.test_decoder import (
+    CPU,
+    GREEDY,
+    TOLERANCE,
+    finish,
+    load,
+    logits_by_chunks,
+    make_core,
+    make_runner,
+)
 from tests.support.checkpoints import SHAPES, TinyCheckpoint, make_checkpoint
 from tests.support.families import FamilyCheckpoint, make_family_checkpoint
 
-FAMILIES = ("gpt_bigcode", "falcon", "gemma", "gemma3_text", "llama", "mistral", "santacoder", "deepseek_v2", "deepseek_v3", "minicpm3")
-SAMPLE = [("gpt_bigcode", 3), ("falcon", 1), ("gemma", 2), ("gemma3_text", 1), ("llama", 2), ("deepseek_v2", 4), ("minicpm3", 2)]
-"""mistral is llama with gemma3_text's windows here, santacoder is gpt_bigcode, deepseek_v3 is deepseek_v2."""
+FAMILIES = (
+    "gpt_bigcode",
+    "falcon",
+    "gemma",
+    "gemma3_text",
+    "llama",
+    "mistral",
+    "santacoder",
+    "deepseek_v2",
+    "deepseek_v3",
+    "minicpm3",
+)
+SAMPLE = [
+    ("gpt_bigcode", 3),
+    ("falcon", 1),
+    ("gemma", 2),
+    ("gemma3_text", 1),
+    ("llama", 2),
+    ("deepseek_v2", 4),
+    ("minicpm3", 2),
+]
+"""mistral is llama with gemma3_text's windows here, santacoder is gpt_bigcode, deepseek_v3 is
+deepseek_v2."""
 
 
 def make(family: str, number: int, folder: Path) -> TinyCheckpoint | FamilyCheckpoint:
-    return make_checkpoint(SHAPES[number], folder) if family == "gpt_bigcode" else make_family_checkpoint(family, number, folder)
+    return (
+        make_checkpoint(SHAPES[number], folder)
+        if family == "gpt_bigcode"
+        else make_family_checkpoint(family, number, folder)
+    )
 
 
 def check(family: str, number: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,11 +79,21 @@ def check(family: str, number: int, folder: Path, monkeypatch: pytest.MonkeyPatc
     with torch.inference_mode():
         expected = logits_by_chunks(decoder, "reference", ids, [70], 16)
         for name in ("triton", "triton-fast"):
-            assert (logits_by_chunks(decoder, name, ids, [40, 1, 1, 5, 23], 16) - expected).abs().max() < TOLERANCE
+            assert (
+                logits_by_chunks(decoder, name, ids, [40, 1, 1, 5, 23], 16) - expected
+            ).abs().max() < TOLERANCE
         gpu = GpuDevice("cpu")
-        fused = load_decoder(checkpoint.folder, decoder.spec, torch.float32, CPU, gpu.products(gpu.dtypes("auto"), "none", False))
+        fused = load_decoder(
+            checkpoint.folder,
+            decoder.spec,
+            torch.float32,
+            CPU,
+            gpu.products(gpu.dtypes("auto"), "none", False),
+        )
         assert fused.products == "cublas" and type(fused.final_norm) is not type(decoder.final_norm)
-        assert (logits_by_chunks(fused, "reference", ids, [40, 1, 29], 16) - expected).abs().max() < TOLERANCE
+        assert (
+            logits_by_chunks(fused, "reference", ids, [40, 1, 29], 16) - expected
+        ).abs().max() < TOLERANCE
     outputs = []
     for name in ("reference", "triton", "triton-fast"):
         monkeypatch.setattr(CpuDevice, "backend_for", lambda *_, name=name: name)
@@ -56,22 +101,31 @@ def check(family: str, number: int, folder: Path, monkeypatch: pytest.MonkeyPatc
         core.scheduler.submit(0, ids[:21], 21, GREEDY)
         core.scheduler.submit(1, ids[30:33], 5, GREEDY)
         outputs.append(finish(core))
-    assert outputs[0] == outputs[1] == outputs[2] and [len(outputs[0][i]) for i in (0, 1)] == [21, 5]
+    assert outputs[0] == outputs[1] == outputs[2] and [len(outputs[0][i]) for i in (0, 1)] == [
+        21,
+        5,
+    ]
 
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(("family", "number"), SAMPLE)
-def test_logits_and_greedy_tokens(family: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_and_greedy_tokens(
+    family: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check(family, number, tmp_path, monkeypatch)
 
 
-OTHERS = [(family, number) for family in FAMILIES for number in range(5) if (family, number) not in SAMPLE]
+OTHERS = [
+    (family, number) for family in FAMILIES for number in range(5) if (family, number) not in SAMPLE
+]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(("family", "number"), OTHERS)
-def test_logits_and_greedy_tokens_of_the_others(family: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_and_greedy_tokens_of_the_others(
+    family: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check(family, number, tmp_path, monkeypatch)
 
 
@@ -83,7 +137,10 @@ def check_bits(runner: ModelRunner) -> None:
     """The same whole, in chunks and in a batch."""
 
     def drawn(submitted: list[int], step_tokens: int) -> dict[int, list[SampledToken]]:
-        core = EngineCore(Scheduler(Limits(runner.pool.num_pages, runner.pool.layout, 512, 8, step_tokens)), runner)
+        core = EngineCore(
+            Scheduler(Limits(runner.pool.num_pages, runner.pool.layout, 512, 8, step_tokens)),
+            runner,
+        )
         for i in submitted:
             core.scheduler.submit(i, PROMPTS[i], 3, SAMPLINGS[i], num_top=2)
         found: dict[int, list[SampledToken]] = {i: [] for i in submitted}
@@ -101,9 +158,13 @@ def check_bits(runner: ModelRunner) -> None:
 
 # With products that take a row's bits from the row alone.
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.skipif(native.library() is None, reason="no kernels were compiled: torch's products are not invariant")
+@pytest.mark.skipif(
+    native.library() is None, reason="no kernels were compiled: torch's products are not invariant"
+)
 @pytest.mark.parametrize(("family", "number"), [("gemma3_text", 1), ("deepseek_v3", 4)])
-def test_the_same_bits_whole_in_chunks_and_in_company(family: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_bits_whole_in_chunks_and_in_company(
+    family: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoint = make(family, number, tmp_path)
     monkeypatch.setattr(CpuDevice, "backend_for", lambda *_: "triton")
     check_bits(make_runner(checkpoint, num_pages=40, page_size=32))  # type: ignore[arg-type]
@@ -125,36 +186,69 @@ DETERMINISTIC = [
 
 
 def check_deterministic(
-    family: str, number: int, quantization: str, dtype: torch.dtype, folder: Path, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    number: int,
+    quantization: str,
+    dtype: torch.dtype,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All by kernels of ours, as on a GPU: log-probabilities are about torch's, and bits the same in any company."""
+    """All by kernels of ours, as on a GPU: log-probabilities are about torch's, and bits the same
+    in any company.
+    """
     from model.devices.gpu import launches
 
     checkpoint = make(family, number, folder)
     spec = read_spec(checkpoint.folder)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (2**40, 2**40))
     device = GpuDevice("cpu")
-    products = (device.products(device.dtypes("auto"), quantization, deterministic) for deterministic in (True, False))
+    products = (
+        device.products(device.dtypes("auto"), quantization, deterministic)
+        for deterministic in (True, False)
+    )
     decoder, usual = (load_decoder(checkpoint.folder, spec, dtype, CPU, each) for each in products)
     assert sum(p.nbytes for p in decoder.parameters()) == sum(p.nbytes for p in usual.parameters())
-    left = [name for name, module in decoder.named_modules() if isinstance(module, nn.Linear | nn.LayerNorm | RMSNorm)]
+    left = [
+        name
+        for name, module in decoder.named_modules()
+        if isinstance(module, nn.Linear | nn.LayerNorm | RMSNorm)
+    ]
     assert left == []
     # The interpreter's time is in the number of blocks.
     monkeypatch.setattr(launches, "choose", lambda columns, itemsize: Tile(32, 128, 128, 4, 1))
-    options = EngineOptions("cpu", str(dtype).removeprefix("torch."), 1, 32, 60, None, 512, 8, 64, quantization, deterministic=True)
+    options = EngineOptions(
+        "cpu",
+        str(dtype).removeprefix("torch."),
+        1,
+        32,
+        60,
+        None,
+        512,
+        8,
+        64,
+        quantization,
+        deterministic=True,
+    )
     runner = ModelRunner.over(decoder, device, options)
     assert runner.kernels == "triton" and runner.deterministic
     unlike = ModelRunner.over(usual, device, replace(options, deterministic=False))
     assert unlike.kernels == "triton-fast+cublas" and not unlike.deterministic
     scored = [score_prompt(each) for each in (runner, unlike)]
-    assert max(abs(a - b) for a, b in zip(*scored, strict=True)) < (1e-4 if dtype is torch.float32 and quantization == "none" else 0.3)
+    assert max(abs(a - b) for a, b in zip(*scored, strict=True)) < (
+        1e-4 if dtype is torch.float32 and quantization == "none" else 0.3
+    )
     check_bits(runner)
 
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(("family", "number", "quantization", "dtype"), DETERMINISTIC[:4])
 def test_deterministic_decoders(
-    family: str, number: int, quantization: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    number: int,
+    quantization: str,
+    dtype: torch.dtype,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     check_deterministic(family, number, quantization, dtype, tmp_path, monkeypatch)
 
@@ -163,7 +257,12 @@ def test_deterministic_decoders(
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(("family", "number", "quantization", "dtype"), DETERMINISTIC[4:])
 def test_deterministic_decoders_of_the_others(
-    family: str, number: int, quantization: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    number: int,
+    quantization: str,
+    dtype: torch.dtype,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     check_deterministic(family, number, quantization, dtype, tmp_path, monkeypatch)
 
@@ -180,11 +279,20 @@ def test_a_gpu_gets_these_kernels_where_they_fit() -> None:
     """A meta tensor stands for the GPU's."""
 
     def pool(page_size: int, dtype: torch.dtype = torch.bfloat16) -> KVPool:
-        return KVPool.allocate(CacheLayout.of(2, (), page_size), 4, 128, 128, dtype, torch.device("meta"))
+        return KVPool.allocate(
+            CacheLayout.of(2, (), page_size), 4, 128, 128, dtype, torch.device("meta")
+        )
 
     backend_for = GpuDevice().backend_for
     for deterministic, expected in ((False, "triton-fast"), (True, "triton")):
         expected = "reference" if find_spec("triton") is None else expected
-        found = {backend_for(*sizes, deterministic) for sizes in ((pool(64), 16), (pool(256), 71), (pool(16, torch.float32), 16))}
+        found = {
+            backend_for(*sizes, deterministic)
+            for sizes in ((pool(64), 16), (pool(256), 71), (pool(16, torch.float32), 16))
+        }
         assert found == {expected}
-        assert backend_for(pool(1), 16, deterministic) == backend_for(pool(48), 16, deterministic) == "reference"
+        assert (
+            backend_for(pool(1), 16, deterministic)
+            == backend_for(pool(48), 16, deterministic)
+            == "reference"
+        )

@@ -19,11 +19,27 @@ FAMILIES = [
 
 
 @pytest.mark.parametrize("dtype", NEAR, ids=lambda dtype: str(dtype).removeprefix("torch."))
-@pytest.mark.parametrize(("num_heads", "key_dim", "value_dim"), [family[1:] for family in FAMILIES], ids=[name for name, *_ in FAMILIES])
+@pytest.mark.parametrize(
+    ("num_heads", "key_dim", "value_dim"),
+    [family[1:] for family in FAMILIES],
+    ids=[name for name, *_ in FAMILIES],
+)
 @torch.inference_mode()
-def test_attention_is_the_references(num_heads: int, key_dim: int, value_dim: int | None, dtype: torch.dtype) -> None:
+def test_attention_is_the_references(
+    num_heads: int, key_dim: int, value_dim: int | None, dtype: torch.dtype
+) -> None:
     """As they are shipped. What nobody wrote is NaN, in float8 too."""
-    case = Case(num_heads, num_heads, key_dim, value_dim, 64, most=90, dtype=dtype, configuration=None, in_float8=True)
+    case = Case(
+        num_heads,
+        num_heads,
+        key_dim,
+        value_dim,
+        64,
+        most=90,
+        dtype=dtype,
+        configuration=None,
+        in_float8=True,
+    )
     assert case.pool().keys_LPSd.dtype is torch.float8_e4m3fn
     case.check(NEAR[dtype])
 
@@ -32,7 +48,15 @@ def test_attention_is_the_references(num_heads: int, key_dim: int, value_dim: in
 @torch.inference_mode()
 def test_the_same_bits_alone_in_company_and_in_pieces(seed: int) -> None:
     window = (None, 20)[seed % 2]
-    case = Case(seed, (3, 16, 7)[seed % 3], 32, (None, 16)[seed // 2 % 2], window=window, most=200, in_float8=True)
+    case = Case(
+        seed,
+        (3, 16, 7)[seed % 3],
+        32,
+        (None, 16)[seed // 2 % 2],
+        window=window,
+        most=200,
+        in_float8=True,
+    )
     layer = 1 if window else 0
     case.check(NEAR[torch.float32], layer)
     everyone = case.everyone()
@@ -55,7 +79,9 @@ def test_what_is_beyond_the_range_is_its_largest_number(number: float, stored: f
         case.run([1], pool=pool)
         row = case.rows[1]
         slot = 0, row.pages[0][row.start // 16], row.start % 16
-        assert (pool.keys_LPSd[slot].float() == stored).all() and (pool.values_LPSv[slot].float() == stored).all()
+        assert (pool.keys_LPSd[slot].float() == stored).all() and (
+            pool.values_LPSv[slot].float() == stored
+        ).all()
         case.check(NEAR[dtype])
 
 
@@ -72,7 +98,10 @@ def test_what_is_not_finite_is_seen_by_its_own_sequence_alone(part: int, number:
     assert all(torch.equal(before[i], after[i]) for i in everyone if i != 1)
 
 
-@pytest.mark.parametrize("configuration", [Configuration(16, 64, 64, 4, 1, num_short=0), Configuration(32, 16, 32, 4, 1, num_short=0)])
+@pytest.mark.parametrize(
+    "configuration",
+    [Configuration(16, 64, 64, 4, 1, num_short=0), Configuration(32, 16, 32, 4, 1, num_short=0)],
+)
 @torch.inference_mode()
 def test_every_number_of_float8_comes_back(configuration: Configuration) -> None:
     """One token that sees itself alone is answered with its value."""
@@ -91,9 +120,14 @@ def test_a_conversion_is_torchs_number_by_number() -> None:
     generator = torch.Generator().manual_seed(0)
     sizes = torch.exp2(torch.randint(-14, 10, (4, 1024), generator=generator).float())
     x_Td = torch.randn(4, 1024, generator=generator) * sizes
-    keys, slots = torch.zeros(1, 4, 1024, dtype=torch.float8_e4m3fn), torch.arange(4, dtype=torch.int32)
+    keys, slots = (
+        torch.zeros(1, 4, 1024, dtype=torch.float8_e4m3fn),
+        torch.arange(4, dtype=torch.int32),
+    )
     scatter[(4, 1)](
-        x_Td, x_Td, x_Td, None, None, x_Td, keys, keys, slots, None, slots, 1024, 1024, 1024, 0, 0, 1, 16,
-        HEADS=1, BLOCK_HEADS=1, KEY_DIM=1024, VALUE_DIM=1024, BLOCK_KEY=1024, BLOCK_VALUE=1024, VALUE_IN_KEY=True, INTERLEAVED=False,
+        x_Td, x_Td, x_Td, None, None, x_Td, keys, keys, slots, None, slots, 1024, 1024, 1024, 0, 0,
+        1, 16,
+        HEADS=1, BLOCK_HEADS=1, KEY_DIM=1024, VALUE_DIM=1024, BLOCK_KEY=1024, BLOCK_VALUE=1024,
+        VALUE_IN_KEY=True, INTERLEAVED=False,
     )  # fmt: skip
     assert torch.equal(keys[0].view(torch.uint8), in_float8(x_Td).view(torch.uint8))

@@ -1,4 +1,6 @@
-"""The GPU's kernels under Triton's interpreter: the reference's numbers on ragged batches, and their own bits in any company."""
+"""The GPU's kernels under Triton's interpreter: the reference's numbers on ragged batches, and
+their own bits in any company.
+"""
 
 import random
 from array import array
@@ -37,11 +39,19 @@ FAMILIES = [
 
 
 @pytest.mark.parametrize("dtype", NEAR, ids=lambda dtype: str(dtype).removeprefix("torch."))
-@pytest.mark.parametrize(("num_heads", "key_dim", "value_dim"), [family[1:] for family in FAMILIES], ids=[name for name, *_ in FAMILIES])
+@pytest.mark.parametrize(
+    ("num_heads", "key_dim", "value_dim"),
+    [family[1:] for family in FAMILIES],
+    ids=[name for name, *_ in FAMILIES],
+)
 @torch.inference_mode()
-def test_every_head_count_and_width_of_the_families(num_heads: int, key_dim: int, value_dim: int | None, dtype: torch.dtype) -> None:
+def test_every_head_count_and_width_of_the_families(
+    num_heads: int, key_dim: int, value_dim: int | None, dtype: torch.dtype
+) -> None:
     """As they are shipped."""
-    Case(num_heads, num_heads, key_dim, value_dim, 64, most=90, dtype=dtype, configuration=None).check(NEAR[dtype])
+    Case(
+        num_heads, num_heads, key_dim, value_dim, 64, most=90, dtype=dtype, configuration=None
+    ).check(NEAR[dtype])
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -49,17 +59,25 @@ def test_every_head_count_and_width_of_the_families(num_heads: int, key_dim: int
 def test_ragged_batches_pages_windows_and_splits(seed: int) -> None:
     rng = random.Random(seed)
     page_size, rows = rng.choice([16, 32, 64, 256]), rng.choice([16, 32])
-    configuration = Configuration(rows, 16, rng.choice([32, 64]), 4, 1, short_split=16, num_short=rng.choice([0, 40]))
+    configuration = Configuration(
+        rows, 16, rng.choice([32, 64]), 4, 1, short_split=16, num_short=rng.choice([0, 40])
+    )
     window = rng.choice([None, 1, 5, 33, 70])
-    case = Case(seed, rng.choice([1, 2, 3, 7, 12]), 32, None, page_size, window, configuration=configuration)
+    case = Case(
+        seed, rng.choice([1, 2, 3, 7, 12]), 32, None, page_size, window, configuration=configuration
+    )
     for layer in (0, 2) if window else (0,):
         case.check(EXACT, layer)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("num_heads", "key_dim"), [family[1:3] for family in FAMILIES if family[3] is None])
+@pytest.mark.parametrize(
+    ("num_heads", "key_dim"), [family[1:3] for family in FAMILIES if family[3] is None]
+)
 @torch.inference_mode()
-def test_what_positions_turn_is_turned_on_the_way(num_heads: int, key_dim: int, interleaved: bool) -> None:
+def test_what_positions_turn_is_turned_on_the_way(
+    num_heads: int, key_dim: int, interleaved: bool
+) -> None:
     """In float32 the keys that are stored are torch's, bit for bit."""
     case = Case(num_heads, num_heads, key_dim, window=(None, 33)[interleaved], most=90)
     case.rotate(interleaved)
@@ -72,26 +90,40 @@ def test_what_is_turned_is_rounded_once(dtype: torch.dtype) -> None:
     """As if the reference were handed what torch turns in float32."""
     cases = [Case(1, 20, 64, dtype=dtype) for _ in range(2)]
     cases[0].rotate(interleaved=False)
-    for i, (row, (q_nHd, k_nd, v_nv)) in enumerate(zip(cases[0].rows, cases[0].inputs, strict=True)):
+    for i, (row, (q_nHd, k_nd, v_nv)) in enumerate(
+        zip(cases[0].rows, cases[0].inputs, strict=True)
+    ):
         rotation = cases[0].rotation(torch.arange(row.start, row.start + len(row.tokens)))
         assert rotation is not None and rotation.cosine_Tr.dtype is dtype
         exact = Rotation(rotation.cosine_Tr.float(), rotation.sine_Tr.float(), rotation.interleaved)
         cases[1].inputs[i] = *(x.to(dtype) for x in exact.both(q_nHd.float(), k_nd.float())), v_nv
     pools = [case.pool() for case in cases]
-    outputs = [torch.cat(case.run(case.everyone(), pool=pool)) for case, pool in zip(cases, pools, strict=True)]
+    outputs = [
+        torch.cat(case.run(case.everyone(), pool=pool))
+        for case, pool in zip(cases, pools, strict=True)
+    ]
     turned, expected = (pool.keys_LPSd.float().nan_to_num() for pool in pools)
     if dtype is torch.float16:
         assert torch.equal(turned, expected) and torch.equal(*outputs)
     else:
         # The interpreter cuts off.
-        assert ((turned - expected).abs() <= 2.0**-7 * expected.abs()).all() and not torch.equal(turned, torch.zeros_like(turned))
+        assert ((turned - expected).abs() <= 2.0**-7 * expected.abs()).all() and not torch.equal(
+            turned, torch.zeros_like(turned)
+        )
 
 
 def check_random_step(seed: int) -> None:
-    """A step of columns, single tokens and chunks in random order, of which any kind may be absent, some rows drawing and some not."""
+    """A step of columns, single tokens and chunks in random order, of which any kind may be absent,
+    some rows drawing and some not.
+    """
     rng = random.Random(seed)
-    window, kernels = rng.choice([None, None, 20]), rng.choice(["triton-fast", "triton-fast", "triton"])
-    case = Case(seed, rng.choice([1, 3, 16]), 32, rng.choice([None, 16]), 16, window, 60, kernels=kernels)
+    window, kernels = (
+        rng.choice([None, None, 20]),
+        rng.choice(["triton-fast", "triton-fast", "triton"]),
+    )
+    case = Case(
+        seed, rng.choice([1, 3, 16]), 32, rng.choice([None, 16]), 16, window, 60, kernels=kernels
+    )
     case.rows = [structs.replace(row, sample=rng.choice([None, NO_SAMPLE])) for row in case.rows]
     if rng.random() < 0.6:  # No chunks.
         case.rows = [structs.replace(row, tokens=row.tokens[:1]) for row in case.rows]
@@ -99,7 +131,9 @@ def check_random_step(seed: int) -> None:
     if not case.value_in_key and rng.random() < 0.5:
         case.rotate(rng.random() < 0.5)
     order = rng.sample(case.everyone(), len(case.rows))
-    columns = [i for i in order if len(case.rows[i].tokens) == 1 and case.rows[i].sample is not None][: rng.randint(0, 2)]
+    columns = [
+        i for i in order if len(case.rows[i].tokens) == 1 and case.rows[i].sample is not None
+    ][: rng.randint(0, 2)]
     order = columns + [i for i in order if i not in columns]
     case.rows, case.inputs = [case.rows[i] for i in order], [case.inputs[i] for i in order]
     case.check(EXACT, rng.choice([0, 2]) if window else 0, num_decoding=len(columns), draws=False)
@@ -122,7 +156,14 @@ def test_a_thousand_random_steps(hundred: int) -> None:
 @pytest.mark.parametrize("page_size", [16, 64, 128])
 @torch.inference_mode()
 def test_blocks_that_are_pages(page_size: int) -> None:
-    case = Case(page_size, 4, 32, None, page_size, configuration=Configuration(16, page_size, 2 * page_size, 4, 1, num_short=0))
+    case = Case(
+        page_size,
+        4,
+        32,
+        None,
+        page_size,
+        configuration=Configuration(16, page_size, 2 * page_size, 4, 1, num_short=0),
+    )
     case.check(EXACT)
 
 
@@ -146,12 +187,25 @@ def test_the_same_bits_alone_in_company_and_in_pieces(seed: int) -> None:
 
 @torch.inference_mode()
 def test_many_splits_are_summed_in_groups_that_a_tile_does_not_move() -> None:
-    """A window of more splits than are summed at once: the tiles of a chunk begin at another split than a single token's."""
-    case = Case(23, 1, 16, None, 64, window=262, most=500, configuration=Configuration(16, 16, 16, 4, 1, num_short=0))
+    """A window of more splits than are summed at once: the tiles of a chunk begin at another split
+    than a single token's.
+    """
+    case = Case(
+        23,
+        1,
+        16,
+        None,
+        64,
+        window=262,
+        most=500,
+        configuration=Configuration(16, 16, 16, 4, 1, num_short=0),
+    )
     i = max(case.everyone(), key=lambda i: case.rows[i].start * (len(case.rows[i].tokens) > 20))
     count = len(case.rows[i].tokens)
     assert case.rows[i].start > 300 and count > 20
-    assert torch.equal(case.cut(i, [7] * (count // 7) + [count % 7] * (count % 7 > 0), 1), case.run([i], 1)[0])
+    assert torch.equal(
+        case.cut(i, [7] * (count // 7) + [count % 7] * (count % 7 > 0), 1), case.run([i], 1)[0]
+    )
 
 
 @torch.inference_mode()
@@ -218,14 +272,20 @@ def test_queries_keys_and_values_as_the_projection_lays_them_out(rotated: bool) 
 
 def test_short_splits_are_several() -> None:
     """What the tests above stand on."""
-    assert any(row.start + len(row.tokens) > 2 * SMALL.split for row in Case(0, 4, 32, most=300).rows)
+    assert any(
+        row.start + len(row.tokens) > 2 * SMALL.split for row in Case(0, 4, 32, most=300).rows
+    )
 
 
 @pytest.mark.parametrize(("seed", "window"), [(0, None), (1, 20), (2, 70), (4, None)])
 @pytest.mark.parametrize(("num_rows", "rotated"), [(5, False), (8, False), (8, True)])
 @torch.inference_mode()
-def test_single_tokens_over_larger_lists_have_the_same_bits(seed: int, window: int | None, num_rows: int, rotated: bool) -> None:
-    """As a captured step has them: filled up with rows that are nobody's, and with room for longer contexts."""
+def test_single_tokens_over_larger_lists_have_the_same_bits(
+    seed: int, window: int | None, num_rows: int, rotated: bool
+) -> None:
+    """As a captured step has them: filled up with rows that are nobody's, and with room for longer
+    contexts.
+    """
     from model.batch import build_batch
     from model.devices.gpu.device import GpuDevice
     from model.step import StepPlan
@@ -241,7 +301,10 @@ def test_single_tokens_over_larger_lists_have_the_same_bits(seed: int, window: i
         rotation = case.rotation(F.pad(batch.position_ids_T, (0, nobody)))
     q_THd, k_Td, v_Tv = (
         torch.cat(
-            [*(inputs[part] for inputs in case.inputs), torch.full_like(case.inputs[0][part], torch.nan).repeat_interleave(nobody, 0)]
+            [
+                *(inputs[part] for inputs in case.inputs),
+                torch.full_like(case.inputs[0][part], torch.nan).repeat_interleave(nobody, 0),
+            ]
         )
         for part in range(3)
     )
@@ -259,6 +322,11 @@ def test_single_tokens_over_larger_lists_have_the_same_bits(seed: int, window: i
 def test_a_step_that_needs_several_waves_is_not_packed() -> None:
 
     case = Case(3, 4, 32, most=200)
-    rows = [structs.replace(case.rows[0], sequence=i, tokens=[0], start=120, pages=[array("q", range(10))]) for i in range(3)]
+    rows = [
+        structs.replace(
+            case.rows[0], sequence=i, tokens=[0], start=120, pages=[array("q", range(10))]
+        )
+        for i in range(3)
+    ]
     for case.capacity, fits in ((32, True), (31, False)):  # Each has four splits, padding included.
         assert (captured_plan(case.backend("triton", case.pool()), rows, 8) is not None) is fits

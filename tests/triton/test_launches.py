@@ -1,7 +1,8 @@
-"""Launches of a captured step, counted on torch's meta device: it computes nothing, and whatever would wait for a GPU raises there.
+"""Launches of a captured step, counted on torch's meta device: it computes nothing, and whatever
+would wait for a GPU raises there.
 
-Counted are kernels of ours, and torch's operations but for those that only look at memory or allocate it. What cuBLAS adds to a product
-(the reduction of split sums) is not seen.
+Counted are kernels of ours, and torch's operations but for those that only look at memory or
+allocate it. What cuBLAS adds to a product (the reduction of split sums) is not seen.
 """
 
 import json
@@ -25,7 +26,7 @@ from model.runner.runner import ModelRunner
 from tests.support.families import CONFIGS, bigcode
 
 FREE = {
-    "alias", "as_strided", "detach", "detach_", "expand", "permute", "select", "slice", "split", "split_with_sizes", "t", "transpose",
+    "alias", "as_strided", "detach", "detach_", "expand", "permute", "select", "slice", "split", "split_with_sizes", "t", "transpose",  # noqa: E501
     "unbind", "unsqueeze", "squeeze", "view", "_unsafe_view", "unfold", "lift_fresh",
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided",
 }  # fmt: skip
@@ -38,13 +39,21 @@ DEVICE = GpuDevice("meta")
 
 
 class Launches(TorchDispatchMode):
-    """Notes what is launched while it is active: names of kernels, with `attention` for each of its kernels."""
+    """Notes what is launched while it is active: names of kernels, with `attention` for each of its
+    kernels.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         with self:  # In inference mode, operations arrive that consist of others.
             found = function.decompose(*args, **kwargs)
@@ -57,7 +66,9 @@ class Launches(TorchDispatchMode):
     def launch(self, executor: Any, *_: Any, **__: Any) -> None:
         """Instead of an interpreted kernel."""
         function = executor.fn
-        self.names.append("attention" if function.__module__.startswith(ATTENTION) else function.__name__)
+        self.names.append(
+            "attention" if function.__module__.startswith(ATTENTION) else function.__name__
+        )
 
 
 class Capture:
@@ -72,7 +83,9 @@ class Capture:
         return work
 
 
-def decoder_of(folder: Path, config: dict[str, Any], quantization: str = "none", *, deterministic: bool = False) -> Decoder:
+def decoder_of(
+    folder: Path, config: dict[str, Any], quantization: str = "none", *, deterministic: bool = False
+) -> Decoder:
     """On the meta device, as a GPU has it."""
     (folder / "config.json").write_text(json.dumps(config))
     decoder = meta_decoder(read_spec(folder)).to(torch.bfloat16)
@@ -87,21 +100,31 @@ def launches(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> Launches:
     from triton.runtime.interpreter import GridExecutor
 
     noted = Launches()
-    monkeypatch.setattr(GridExecutor, "__call__", lambda executor, *args, **kwargs: noted.launch(executor, *args, **kwargs))
+    monkeypatch.setattr(
+        GridExecutor,
+        "__call__",
+        lambda executor, *args, **kwargs: noted.launch(executor, *args, **kwargs),
+    )
     monkeypatch.setattr("model.devices.gpu.launches._num_programs", lambda device: 1)
     return noted
 
 
 def capture(decoder: Decoder, launches: Launches) -> int:
-    """Captures steps of one and of two rows for each class of contexts, the latter also of one sequence. -> how many were"""
+    """Captures steps of one and of two rows for each class of contexts, the latter also of one
+    sequence. -> how many were
+    """
     spec = decoder.spec
     layout = CacheLayout.of(spec.num_layers, spec.windows, 16)
     sizes = layout.pages_per_block * 40, spec.key_dim, spec.value_dim
-    pool = KVPool.allocate(layout, *sizes, torch.bfloat16, DEVICE.torch_device, value_in_key=spec.value_in_key)
+    pool = KVPool.allocate(
+        layout, *sizes, torch.bfloat16, DEVICE.torch_device, value_in_key=spec.value_in_key
+    )
     heads = spec.num_query_heads
     backend = create_backend(DEVICE.backend_for(pool, heads), pool, spec.attention_scale, heads)
     stream: Any = Capture(launches)
-    return ModelRunner(decoder, pool, backend, DEVICE, stream, most_rows=2, most_tokens=64).capture(64)
+    return ModelRunner(decoder, pool, backend, DEVICE, stream, most_rows=2, most_tokens=64).capture(
+        64
+    )
 
 
 def by_layer(decoder: Decoder, launches: Launches) -> list[list[str]]:
@@ -118,7 +141,9 @@ def outside_attention(layers: list[list[str]], most: int) -> list[str]:
     """What every layer launches besides attention, which takes at most so many launches."""
     expected = [name for name in layers[0] if name != "attention"]
     for names in layers:
-        assert [name for name in names if name != "attention"] == expected and 1 <= names.count("attention") <= most
+        assert [name for name in names if name != "attention"] == expected and 1 <= names.count(
+            "attention"
+        ) <= most
     return expected
 
 
@@ -138,32 +163,61 @@ GEMMA3 = ["mm", "norm_heads", "mm", "add_norm", "mm", "gate", "mm", "add_norm"]
     ],
     ids=["gpt_bigcode", "gemma3", "falcon", "falcon with two norms", "llama"],
 )
-def test_a_layer_launches_what_it_needs(config: dict[str, Any], expected: list[str], most: int, tmp_path: Path, launches: Launches) -> None:
-    """With that of attention seven for gpt_bigcode, and twelve allowed for gemma3. Products of one row are ours, one launch as well; a step
-    with several rows of a sequence stores all keys first.
+def test_a_layer_launches_what_it_needs(
+    config: dict[str, Any], expected: list[str], most: int, tmp_path: Path, launches: Launches
+) -> None:
+    """With that of attention seven for gpt_bigcode, and twelve allowed for gemma3. Products of one
+    row are ours, one launch as well; a step with several rows of a sequence stores all keys first.
     """
     layers = by_layer(decoder_of(tmp_path, config), launches)
-    singles, others = ([names for names in layers if ("one_row" in names) is single] for single in (True, False))
+    singles, others = (
+        [names for names in layers if ("one_row" in names) is single] for single in (True, False)
+    )
     assert outside_attention(others, 2) == expected and len(expected) <= most
-    assert 2 * len(singles) == len(others) and sum(names.count("attention") for names in others) == 3 * len(singles)
-    unfused = [name for name in outside_attention(singles, 1) if name != "gelu"]  # Any activation is applied in ours.
+    assert 2 * len(singles) == len(others) and sum(
+        names.count("attention") for names in others
+    ) == 3 * len(singles)
+    unfused = [
+        name for name in outside_attention(singles, 1) if name != "gelu"
+    ]  # Any activation is applied in ours.
     assert unfused == ["one_row" if name in CUBLAS else name for name in expected if name != "gelu"]
 
 
 def test_a_layer_by_kernels_of_ours_launches_no_more(tmp_path: Path, launches: Launches) -> None:
-    for config, expected in ((GPT_BIGCODE, BIGCODE), (CONFIGS["gemma3_text"][0], [name for name in GEMMA3 if name != "gate"])):
+    for config, expected in (
+        (GPT_BIGCODE, BIGCODE),
+        (CONFIGS["gemma3_text"][0], [name for name in GEMMA3 if name != "gate"]),
+    ):
         launches.names.clear()
-        found = outside_attention(by_layer(decoder_of(tmp_path, config, deterministic=True), launches), 3)
-        assert [name for name in found if name != "product"] == [name for name in expected if "mm" not in name]
+        found = outside_attention(
+            by_layer(decoder_of(tmp_path, config, deterministic=True), launches), 3
+        )
+        assert [name for name in found if name != "product"] == [
+            name for name in expected if "mm" not in name
+        ]
         assert len(found) == len(expected)
 
 
 @pytest.mark.parametrize(
-    "wait", [Tensor.item, Tensor.cpu, Tensor.tolist, Tensor.nonzero, bool, torch.unique, partial(torch.equal, torch.ones(1))]
+    "wait",
+    [
+        Tensor.item,
+        Tensor.cpu,
+        Tensor.tolist,
+        Tensor.nonzero,
+        bool,
+        torch.unique,
+        partial(torch.equal, torch.ones(1)),
+    ],
 )
 def test_what_waits_for_the_device_is_found(
-    wait: Callable[[Tensor], object], tmp_path: Path, launches: Launches, caplog: pytest.LogCaptureFixture
+    wait: Callable[[Tensor], object],
+    tmp_path: Path,
+    launches: Launches,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     decoder = decoder_of(tmp_path, GPT_BIGCODE)
-    decoder.blocks[1].register_forward_hook(lambda module, args, found: wait(found[0][:1, 0]) and None)
+    decoder.blocks[1].register_forward_hook(
+        lambda module, args, found: wait(found[0][:1, 0]) and None
+    )
     assert capture(decoder, launches) == 0 and "meta" in caplog.text.lower()

@@ -47,7 +47,9 @@ def test_pieces_of_starcoderbase_1b() -> None:
 
 
 @pytest.mark.parametrize("activation", ["none", "gelu_tanh"])
-def test_one_row_of_what_was_measured_is_not_cublass(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_row_of_what_was_measured_is_not_cublass(
+    activation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from model.devices.gpu import modules, one_row
 
     called: list[int] = []

@@ -1,4 +1,6 @@
-"""The GPU's products and summaries under Triton's interpreter: torch's numbers, and a row's own bits wherever it lies."""
+"""The GPU's products and summaries under Triton's interpreter: torch's numbers, and a row's own
+bits wherever it lies.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,10 @@ from model.options import EngineOptions
 from model.runner.runner import ModelRunner
 
 # An exponential that is too large, and NaN's arithmetic: numpy warns of what a GPU does in silence.
-pytestmark = [pytest.mark.usefixtures("interpreter", "poisoned"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+pytestmark = [
+    pytest.mark.usefixtures("interpreter", "poisoned"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
 
 NEAR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2.0**-7}
 DTYPES = pytest.mark.parametrize("dtype", NEAR, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -24,10 +29,16 @@ SIZES = [(1, 16, 16), (70, 96, 40), (5, 33, 301), (129, 130, 64)]
 """(rows, inputs, outputs): whole tiles and parts of some."""
 
 
-def matrices(num_rows: int, inputs: int, outputs: int, dtype: torch.dtype, groups: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+def matrices(
+    num_rows: int, inputs: int, outputs: int, dtype: torch.dtype, groups: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(num_rows)
     x = torch.randn(num_rows, groups, inputs, dtype=dtype)
-    return x, (torch.randn(groups, outputs, inputs) * inputs**-0.5).to(dtype), torch.randn(outputs, dtype=dtype)
+    return (
+        x,
+        (torch.randn(groups, outputs, inputs) * inputs**-0.5).to(dtype),
+        torch.randn(outputs, dtype=dtype),
+    )
 
 
 def near(actual: Tensor, expected: Tensor, relative: float) -> bool:
@@ -41,8 +52,12 @@ def test_products_are_torchs(num_rows: int, inputs: int, outputs: int, dtype: to
 
     x, weight, bias = matrices(num_rows, inputs, outputs, dtype)
     y = multiply(x, weight, bias)
-    assert y.dtype is dtype and near(y[:, 0], F.linear(x[:, 0].float(), weight[0].float(), bias.float()), NEAR[dtype])
-    assert near(multiply(x, weight)[:, 0], F.linear(x[:, 0].float(), weight[0].float()), NEAR[dtype])
+    assert y.dtype is dtype and near(
+        y[:, 0], F.linear(x[:, 0].float(), weight[0].float(), bias.float()), NEAR[dtype]
+    )
+    assert near(
+        multiply(x, weight)[:, 0], F.linear(x[:, 0].float(), weight[0].float()), NEAR[dtype]
+    )
 
 
 @DTYPES
@@ -55,7 +70,11 @@ def test_activations_and_gates_are_torchs(activation: str, gated: bool, dtype: t
     x = x * 4  # Far enough for the ends of every curve.
     hidden = F.linear(x[:, 0].float(), weight[0].float(), bias.float())
     gate, opened = hidden.chunk(2, dim=-1) if gated else (hidden, torch.ones(()))
-    assert near(multiply(x, weight, bias, activation, gated)[:, 0], ACTIVATIONS[activation](gate) * opened, NEAR[dtype])
+    assert near(
+        multiply(x, weight, bias, activation, gated)[:, 0],
+        ACTIVATIONS[activation](gate) * opened,
+        NEAR[dtype],
+    )
 
 
 def test_an_activation_at_its_ends() -> None:
@@ -63,8 +82,14 @@ def test_an_activation_at_its_ends() -> None:
 
     x = torch.tensor([-1e30, -200.0, -0.0, 0.0, 200.0, 1e30])[:, None, None]
     for name, activation in ACTIVATIONS.items():
-        assert torch.equal(multiply(x, torch.ones(1, 1, 1), None, name)[:, 0, 0], activation(x[:, 0, 0])), name
-        assert multiply(torch.full((1, 1, 1), torch.nan), torch.ones(1, 1, 1), None, name).isnan().all()
+        assert torch.equal(
+            multiply(x, torch.ones(1, 1, 1), None, name)[:, 0, 0], activation(x[:, 0, 0])
+        ), name
+        assert (
+            multiply(torch.full((1, 1, 1), torch.nan), torch.ones(1, 1, 1), None, name)
+            .isnan()
+            .all()
+        )
 
 
 def test_a_float_among_16_bit_weights_and_no_rows() -> None:
@@ -73,7 +98,9 @@ def test_a_float_among_16_bit_weights_and_no_rows() -> None:
     x, weight, _ = matrices(9, 48, 7, torch.float32)
     narrow = weight.bfloat16()
     assert near(multiply(x, narrow)[:, 0], F.linear(x[:, 0], narrow[0].float()), 1e-5)
-    assert multiply(x[:0], weight).shape == (0, 1, 7) and norm(x[:0], x[0, 0], None, 1e-5, 0.0, centred=True).shape == (0, 1, 48)
+    assert multiply(x[:0], weight).shape == (0, 1, 7) and norm(
+        x[:0], x[0, 0], None, 1e-5, 0.0, centred=True
+    ).shape == (0, 1, 48)
 
 
 def test_every_head_by_its_own_matrix_either_way_round() -> None:
@@ -84,7 +111,9 @@ def test_every_head_by_its_own_matrix_either_way_round() -> None:
     stored = weight.transpose(1, 2).contiguous()
     assert torch.equal(multiply(x, stored.transpose(1, 2)), multiply(x, weight))
     columns = torch.cat([x, x], dim=-1)[..., :24]
-    assert not columns.is_contiguous() and torch.equal(multiply(columns, weight), multiply(x, weight))
+    assert not columns.is_contiguous() and torch.equal(
+        multiply(columns, weight), multiply(x, weight)
+    )
 
 
 def check_invariance(compute: Callable[[Tensor], Tensor], row: Tensor, most: int) -> None:
@@ -112,7 +141,8 @@ def test_a_products_row_has_the_same_bits_at_every_place(dtype: torch.dtype) -> 
 
 
 PARTED = 1100, 40
-"""Inputs and outputs of a matrix whose inputs are divided into two parts, one of which is not whole."""
+"""Inputs and outputs of a matrix whose inputs are divided into two parts, one of which is not
+whole."""
 
 
 @DTYPES
@@ -128,9 +158,15 @@ def test_parts_are_summed_to_torchs_product_in_one_program_as_in_several(
     for programs, num_joined in ((1, 0), (1000, 1)):
         calls: list[Tensor] = []
         monkeypatch.setattr(launches, "_num_programs", lambda device, programs=programs: programs)
-        monkeypatch.setattr(launches, "join_parts", lambda *args, calls=calls: (calls.append(args[0]), joined(*args)))
+        monkeypatch.setattr(
+            launches,
+            "join_parts",
+            lambda *args, calls=calls: (calls.append(args[0]), joined(*args)),
+        )
         found.append(launches.multiply(x, weight, bias, "gelu"))
-        assert [len(sums) for sums in calls] == [2] * num_joined and near(found[-1][:, 0], expected, NEAR[dtype])
+        assert [len(sums) for sums in calls] == [2] * num_joined and near(
+            found[-1][:, 0], expected, NEAR[dtype]
+        )
     assert torch.equal(*found)
 
 
@@ -140,11 +176,23 @@ def test_a_row_of_a_product_in_parts_has_the_same_bits_at_every_place(dtype: tor
     from model.devices.gpu.launches import multiply
 
     x, weight, bias = matrices(1, *PARTED, dtype)
-    check_invariance(lambda x: multiply(x, weight, bias, "silu"), x[0], choose(PARTED[1], x.element_size()).rows + 2)
+    check_invariance(
+        lambda x: multiply(x, weight, bias, "silu"),
+        x[0],
+        choose(PARTED[1], x.element_size()).rows + 2,
+    )
 
 
 @pytest.mark.parametrize(
-    ("outputs", "inputs", "parts"), [(2304, 2048, 2), (2048, 2048, 2), (8192, 2048, 1), (2048, 8192, 2), (256, 2048, 4), (49152, 2048, 1)]
+    ("outputs", "inputs", "parts"),
+    [
+        (2304, 2048, 2),
+        (2048, 2048, 2),
+        (8192, 2048, 1),
+        (2048, 8192, 2),
+        (256, 2048, 4),
+        (49152, 2048, 1),
+    ],
 )
 def test_only_matrices_with_few_tiles_are_divided(outputs: int, inputs: int, parts: int) -> None:
     from model.devices.gpu.launches import PARTED_PROGRAMS
@@ -174,13 +222,21 @@ def test_a_summary_is_torchs(vocab_size: int) -> None:
     logits[1, [3, vocab_size - 1]] = 50.0
     normaliser, largest, tokens = summary(logits)
     assert near(normaliser, logits.logsumexp(dim=-1), 1e-6)
-    assert torch.equal(largest, logits.amax(dim=-1)) and tokens.tolist() == logits.argmax(dim=-1).tolist() and tokens[1] == 3
+    assert (
+        torch.equal(largest, logits.amax(dim=-1))
+        and tokens.tolist() == logits.argmax(dim=-1).tolist()
+        and tokens[1] == 3
+    )
     assert near(softmax(logits), logits.softmax(dim=-1), 1e-6)
-    check_invariance(lambda x: torch.stack(list(map(torch.Tensor.double, summary(x)))).T, logits[2], 12)
+    check_invariance(
+        lambda x: torch.stack(list(map(torch.Tensor.double, summary(x)))).T, logits[2], 12
+    )
     for bad in (torch.nan, torch.inf, -torch.inf):
         spoilt = logits.clone()
         spoilt[2] = bad
-        assert not summary(spoilt)[0][2].isfinite() and torch.equal(summary(spoilt)[0][:2], normaliser[:2])
+        assert not summary(spoilt)[0][2].isfinite() and torch.equal(
+            summary(spoilt)[0][:2], normaliser[:2]
+        )
         assert 0 <= summary(spoilt)[2][2] < vocab_size
 
 
@@ -200,11 +256,15 @@ def test_equal_logits_are_ordered_by_their_ids() -> None:
 
 
 def test_every_line_of_the_table_is_reached() -> None:
-    assert {choose(columns, size) for columns in (1, 4096, 4097, 50257, 10**6) for size in (2, 4)} == {line[2] for line in TABLE}
+    assert {
+        choose(columns, size) for columns in (1, 4096, 4097, 50257, 10**6) for size in (2, 4)
+    } == {line[2] for line in TABLE}
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_gpu_gets_them_when_it_is_asked_to(deterministic: bool, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_gets_them_when_it_is_asked_to(
+    deterministic: bool, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A GPU's device over the CPU."""
     from model.devices.gpu.modules import GpuLinear, GpuNorm
 
@@ -214,5 +274,12 @@ def test_a_gpu_gets_them_when_it_is_asked_to(deterministic: bool, tiny_folder: P
     options = EngineOptions("cuda", "auto", 1, 64, 20, None, 256, 4, 64, "none", deterministic)
     runner = ModelRunner.load(tiny_folder, read_spec(tiny_folder), options)
     assert isinstance(runner.decoder.final_norm, GpuNorm)
-    assert isinstance(runner.decoder.get_submodule("blocks.0.mlp.down"), GpuLinear) is deterministic is runner.deterministic
-    assert runner.kernels == ("triton" if deterministic else "triton-fast+cublas") and runner.pool.compute_dtype is torch.bfloat16
+    assert (
+        isinstance(runner.decoder.get_submodule("blocks.0.mlp.down"), GpuLinear)
+        is deterministic
+        is runner.deterministic
+    )
+    assert (
+        runner.kernels == ("triton" if deterministic else "triton-fast+cublas")
+        and runner.pool.compute_dtype is torch.bfloat16
+    )

@@ -1,6 +1,8 @@
-"""Checkpoint families: model_type -> the module that translates its config to a ModelSpec and its weight names to the decoder's.
+"""Checkpoint families: model_type -> the module that translates its config to a ModelSpec and its
+weight names to the decoder's.
 
-A family is data and contains no maths. Families never import each other; only the family that is needed is imported.
+A family is data and contains no maths. Families never import each other; only the family that is
+needed is imported.
 """
 
 import logging
@@ -42,16 +44,21 @@ def family_of(model_type: object) -> Family:
     """The family module for a config's `model_type`. Raises CheckpointError where there is none."""
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         supported = ", ".join(sorted(MODEL_TYPES))
-        raise CheckpointError(f"config.json: model_type is {short(model_type)}; supported: {supported}")
+        raise CheckpointError(
+            f"config.json: model_type is {short(model_type)}; supported: {supported}"
+        )
     return cast(Family, import_module(MODEL_TYPES[model_type]))
 
 
 def read_spec(folder: Path, warn: bool = True) -> ModelSpec:
-    """The ModelSpec of a checkpoint folder, from its JSON files alone. `warn`: logs keys that are not supported. Raises
-    CheckpointError.
+    """The ModelSpec of a checkpoint folder, from its JSON files alone. `warn`: logs keys that are
+    not supported. Raises CheckpointError.
     """
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder; expected a checkpoint folder with config.json and model.safetensors")
+        raise CheckpointError(
+            f"{folder}: no such folder; expected a checkpoint folder with config.json and "
+            "model.safetensors"
+        )
     return spec_of(folder, read_json(folder / "config.json"), warn)
 
 
@@ -67,7 +74,9 @@ def spec_of(folder: Path, values: Mapping[str, Any], warn: bool = True) -> Model
         bare = str(error).startswith(("config.json", "generation_config.json"))
         raise CheckpointError(f"{folder}/{error}" if bare else str(error)) from None
     except RecursionError:
-        raise CheckpointError(f"{folder / 'config.json'}: objects or lists are nested too deeply") from None
+        raise CheckpointError(
+            f"{folder / 'config.json'}: objects or lists are nested too deeply"
+        ) from None
     if warn:
         _warn(folder, config)
     return spec
@@ -76,9 +85,16 @@ def spec_of(folder: Path, values: Mapping[str, Any], warn: bool = True) -> Model
 def _warn(folder: Path, config: Config) -> None:
     """Logs the keys of a config that have no effect."""
     if config.values.get("auto_map") is not None:
-        log.warning("%s: auto_map names code that comes with the checkpoint; it is not run", folder / "config.json")
+        log.warning(
+            "%s: auto_map names code that comes with the checkpoint; it is not run",
+            folder / "config.json",
+        )
     if unread := config.unread():
-        log.warning("%s: keys that onehead does not know and ignores: %s", folder / "config.json", ", ".join(map(short, unread[:20])))
+        log.warning(
+            "%s: keys that onehead does not know and ignores: %s",
+            folder / "config.json",
+            ", ".join(map(short, unread[:20])),
+        )
 
 
 def _check(spec: ModelSpec) -> None:
@@ -86,5 +102,6 @@ def _check(spec: ModelSpec) -> None:
     for token in spec.end_token_ids:
         if token >= spec.vocab_size:
             raise CheckpointError(
-                f"eos_token_id {token} of config.json or generation_config.json, expected below vocab_size {spec.vocab_size} of config.json"
+                f"eos_token_id {token} of config.json or generation_config.json, expected below "
+                f"vocab_size {spec.vocab_size} of config.json"
             )

@@ -1,4 +1,5 @@
-"""deepseek_v2 and deepseek_v3: multi-head latent attention, which absorbed is multi-query attention, and a mixture of experts.
+"""deepseek_v2 and deepseek_v3: multi-head latent attention, which absorbed is multi-query
+attention, and a mixture of experts.
 
 Layers for predicting several tokens, which published V3 checkpoints append, are left unread.
 """
@@ -15,39 +16,75 @@ MOST_EXPERTS = 2**16
 def _experts(config: Config, is_v3: bool, num_layers: int) -> Experts | None:
     """Routing and sizes; None if every layer is dense."""
     first_layer = config.integer("first_k_dense_replace", 3 if is_v3 else 0, least=0)
-    config.only("moe_layer_freq", 1, why="onehead serves experts in every layer after the dense ones")
+    config.only(
+        "moe_layer_freq", 1, why="onehead serves experts in every layer after the dense ones"
+    )
     scoring = "sigmoid" if is_v3 else "softmax"
     config.only("scoring_func", scoring, why=f"expected {scoring}")
     method = config.get("topk_method")
-    if method not in (None, "noaux_tc") if is_v3 else method not in (None, "greedy", "group_limited_greedy"):
+    if (
+        method not in (None, "noaux_tc")
+        if is_v3
+        else method not in (None, "greedy", "group_limited_greedy")
+    ):
         raise config.wrong("topk_method", "noaux_tc" if is_v3 else "greedy or group_limited_greedy")
     grouped = is_v3 or method == "group_limited_greedy"
-    normalised = config.flag("norm_topk_prob", is_v3 and "norm_topk_prob" not in config.values)  # Null means false.
+    normalised = config.flag(
+        "norm_topk_prob", is_v3 and "norm_topk_prob" not in config.values
+    )  # Null means false.
     if normalised and not is_v3:
-        # DeepSeek's own code divides by the sum and then leaves out the scale; transformers' does neither. None is published.
-        raise CheckpointError("config.json: norm_topk_prob is True; onehead does not serve that of a deepseek_v2")
-    num_experts = config.integer("n_routed_experts", 256 if is_v3 else 64, most=MOST_EXPERTS // num_layers)
-    groups, chosen_groups = (config.integer(key, default) for key, default in (("n_group", 8), ("topk_group", 4)))
+        # DeepSeek's own code divides by the sum and then leaves out the scale; transformers' does
+        # neither. None is published.
+        raise CheckpointError(
+            "config.json: norm_topk_prob is True; onehead does not serve that of a deepseek_v2"
+        )
+    num_experts = config.integer(
+        "n_routed_experts", 256 if is_v3 else 64, most=MOST_EXPERTS // num_layers
+    )
+    groups, chosen_groups = (
+        config.integer(key, default) for key, default in (("n_group", 8), ("topk_group", 4))
+    )
     groups, chosen_groups = (groups, chosen_groups) if grouped else (1, 1)
     chosen = config.integer("num_experts_per_tok", 8 if is_v3 else None)
-    if num_experts % groups or chosen_groups > groups or chosen > chosen_groups * (num_experts // groups):
+    if (
+        num_experts % groups
+        or chosen_groups > groups
+        or chosen > chosen_groups * (num_experts // groups)
+    ):
         raise CheckpointError(
-            f"config.json: num_experts_per_tok {chosen} of n_routed_experts {num_experts} in n_group {groups}, topk_group {chosen_groups}: "
+            f"config.json: num_experts_per_tok {chosen} of n_routed_experts {num_experts} in "
+            f"n_group {groups}, topk_group {chosen_groups}: "
             "groups must divide the experts, and the chosen groups hold as many as are chosen"
         )
     if is_v3 and num_experts // groups < 2:
-        raise CheckpointError(f"config.json: n_group {groups} leaves fewer than 2 of n_routed_experts {num_experts} in a group")
+        raise CheckpointError(
+            f"config.json: n_group {groups} leaves fewer than 2 of n_routed_experts {num_experts} "
+            "in a group"
+        )
     size = config.integer("moe_intermediate_size", 2048 if is_v3 else 1407)
     shared = config.integer("n_shared_experts", 1 if is_v3 else 2, least=0)
     scale = config.number("routed_scaling_factor", 2.5 if is_v3 else 1.0)
     if first_layer >= num_layers:
         return None
     scoring = "sigmoid" if is_v3 else "softmax"
-    return Experts(first_layer, num_experts, chosen, size, size * shared, scoring, groups, chosen_groups, normalised, scale)
+    return Experts(
+        first_layer,
+        num_experts,
+        chosen,
+        size,
+        size * shared,
+        scoring,
+        groups,
+        chosen_groups,
+        normalised,
+        scale,
+    )
 
 
 def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec:
-    """The spec of a config.json with model_type deepseek_v2 or deepseek_v3. Raises CheckpointError naming the key that does not fit."""
+    """The spec of a config.json with model_type deepseek_v2 or deepseek_v3. Raises CheckpointError
+    naming the key that does not fit.
+    """
     model_type = config.get("model_type")
     is_v3 = model_type == "deepseek_v3"
     hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
@@ -63,8 +100,12 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
         norm_epsilon=1e-6,
     )
     most = config.integer("max_position_embeddings", 4096 if is_v3 else 2048)
-    interleaved = not is_v3 or config.flag("rope_interleave", "rope_interleave" not in config.values)
-    rotation, max_positions = rotary(config, latent.rotary_dim, most, 10000.0, interleaved=interleaved)
+    interleaved = not is_v3 or config.flag(
+        "rope_interleave", "rope_interleave" not in config.values
+    )
+    rotation, max_positions = rotary(
+        config, latent.rotary_dim, most, 10000.0, interleaved=interleaved
+    )
     scale = (latent.plain_dim + latent.rotary_dim) ** -0.5
     scaling = scaling_of(config)
     if scaling is not None and scaling.get("mscale_all_dim"):
@@ -93,7 +134,11 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
         rotary=rotation,
         latent=latent,
         experts=_experts(config, is_v3, num_layers),
-        num_unread_layers=config.integer("num_nextn_predict_layers", config.integer("num_mtp_layers", int(is_v3), least=0), least=0),
+        num_unread_layers=config.integer(
+            "num_nextn_predict_layers",
+            config.integer("num_mtp_layers", int(is_v3), least=0),
+            least=0,
+        ),
     )
 
 

@@ -1,7 +1,8 @@
-"""falcon: Falcon-7B and its kin. Rotary positions; attention and MLP in parallel after one norm, or in sequence.
+"""falcon: Falcon-7B and its kin. Rotary positions; attention and MLP in parallel after one norm, or
+in sequence.
 
-The fused projection's rows are the query heads, then K, then V, which is also the decoder's order. ALiBi variants are
-refused: those published have many key/value heads.
+The fused projection's rows are the query heads, then K, then V, which is also the decoder's order.
+ALiBi variants are refused: those published have many key/value heads.
 """
 
 from model.checkpoint.config import Config
@@ -9,25 +10,45 @@ from model.checkpoint.names import Names, renamed
 from model.checkpoint.rope import rotary
 from model.spec import CheckpointError, ModelSpec
 
-_ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "silu": "silu"}
+_ACTIVATIONS = {
+    "gelu": "gelu",
+    "relu": "relu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "silu": "silu",
+}
 
 
 def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec:
-    """The spec of a config.json with model_type falcon. Raises CheckpointError naming the key that does not fit."""
+    """The spec of a config.json with model_type falcon. Raises CheckpointError naming the key that
+    does not fit.
+    """
     hidden_size = config.integer("hidden_size" if config.get("n_embed") is None else "n_embed")
     num_heads = config.integer("num_attention_heads")
     if hidden_size % num_heads:
-        raise CheckpointError(f"config.json: hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}")
-    # The newer architecture ignores multi_query and parallel_attn, and has a number of key/value heads.
+        raise CheckpointError(
+            f"config.json: hidden_size {hidden_size} is not a multiple of num_attention_heads "
+            f"{num_heads}"
+        )
+    # The newer architecture ignores multi_query and parallel_attn, and has a number of key/value
+    # heads.
     newer = config.flag("new_decoder_architecture", False)
-    multi_query, parallel = config.flag("multi_query", True), config.flag("parallel_attn", True) or newer
+    multi_query, parallel = (
+        config.flag("multi_query", True),
+        config.flag("parallel_attn", True) or newer,
+    )
     if newer:
         config.one_key_value_head("num_kv_heads", num_heads, convertible=False)
     elif not multi_query:
-        raise CheckpointError(f"config.json: multi_query is False, so there are {num_heads} key/value heads; onehead serves exactly one")
+        raise CheckpointError(
+            f"config.json: multi_query is False, so there are {num_heads} key/value heads; "
+            "onehead serves exactly one"
+        )
     else:
         config.get("num_kv_heads")  # Ignored by this architecture: published configs say 71.
-    config.only("alibi", False, why="ALiBi is not supported; falcon is served with rotary positions only")
+    config.only(
+        "alibi", False, why="ALiBi is not supported; falcon is served with rotary positions only"
+    )
     max_positions = config.integer("max_position_embeddings", 2048)
     rotation, max_positions = rotary(config, hidden_size // num_heads, max_positions, 10000.0)
     bias = config.flag("bias", False)
@@ -61,7 +82,9 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
 def weight_names(spec: ModelSpec) -> Names:
     """Decoder parameter -> its checkpoint tensors, for every parameter of this spec."""
     both = ("weight", "bias")
-    names = renamed({"token_embedding": "transformer.word_embeddings"}) | renamed({"final_norm": "transformer.ln_f"}, both)
+    names = renamed({"token_embedding": "transformer.word_embeddings"}) | renamed(
+        {"final_norm": "transformer.ln_f"}, both
+    )
     if not spec.tied_embeddings:
         names |= renamed({"head": "lm_head"})
     if spec.shared_norm:
@@ -79,5 +102,8 @@ def weight_names(spec: ModelSpec) -> Names:
     for layer in range(spec.num_layers):
         ours, theirs = f"blocks.{layer}", f"transformer.h.{layer}"
         names |= renamed({f"{ours}.{a}": f"{theirs}.{b}" for a, b in norms.items()}, both)
-        names |= renamed({f"{ours}.{a}": f"{theirs}.{b}" for a, b in linears.items()}, both if spec.qkv_bias else ("weight",))
+        names |= renamed(
+            {f"{ours}.{a}": f"{theirs}.{b}" for a, b in linears.items()},
+            both if spec.qkv_bias else ("weight",),
+        )
     return names

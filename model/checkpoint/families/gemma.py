@@ -1,4 +1,6 @@
-"""gemma: Gemma-2B and CodeGemma-2B. Llama's block with GeGLU, a scaled embedding, wide heads, and norm weights stored minus one."""
+"""gemma: Gemma-2B and CodeGemma-2B. Llama's block with GeGLU, a scaled embedding, wide heads, and
+norm weights stored minus one.
+"""
 
 from model.checkpoint.config import Config
 from model.checkpoint.names import Names, llama_names
@@ -10,12 +12,16 @@ _ACTIVATIONS = {"gelu": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec:
-    """The spec of a config.json with model_type gemma. Raises CheckpointError naming the key that does not fit."""
+    """The spec of a config.json with model_type gemma. Raises CheckpointError naming the key that
+    does not fit.
+    """
     hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     config.one_key_value_head("num_key_value_heads", 16)
     config.only("use_bidirectional_attention", False, why="onehead serves causal models")
     head_dim = config.columns("head_dim", 256)
-    rotation, max_positions = rotary(config, head_dim, config.integer("max_position_embeddings", 8192), 10000.0)
+    rotation, max_positions = rotary(
+        config, head_dim, config.integer("max_position_embeddings", 8192), 10000.0
+    )
     # transformers added hidden_activation when hidden_act turned out to be wrong.
     key = "hidden_act" if config.get("hidden_activation") is None else "hidden_activation"
     config.get("hidden_act")

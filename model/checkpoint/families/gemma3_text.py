@@ -1,5 +1,6 @@
-"""gemma3_text: Gemma-3-270m and 1b. Five layers with a sliding window to one with full attention, each kind with its own rotary
-embedding; queries and keys are normalised, and so are the outputs of attention and MLP.
+"""gemma3_text: Gemma-3-270m and 1b. Five layers with a sliding window to one with full attention,
+each kind with its own rotary embedding; queries and keys are normalised, and so are the outputs of
+attention and MLP.
 """
 
 from model.checkpoint.config import Config
@@ -18,31 +19,53 @@ _NORMS = {
 
 
 def _windows(config: Config, num_layers: int) -> tuple[int | None, ...]:
-    """The window of each layer: from the list of layer types, else every sixth layer has full attention."""
-    window, pattern = config.integer("sliding_window", 4096), config.integer("sliding_window_pattern", 6)
+    """The window of each layer: from the list of layer types, else every sixth layer has full
+    attention.
+    """
+    window, pattern = (
+        config.integer("sliding_window", 4096),
+        config.integer("sliding_window_pattern", 6),
+    )
     types = config.get("layer_types")
     if types is None:
         types = [_LAYER_TYPES[(layer + 1) % pattern == 0] for layer in range(num_layers)]
-    if not isinstance(types, list) or len(types) != num_layers or any(kind not in _LAYER_TYPES for kind in types):
+    if (
+        not isinstance(types, list)
+        or len(types) != num_layers
+        or any(kind not in _LAYER_TYPES for kind in types)
+    ):
         raise config.wrong("layer_types", f"a list of {num_layers} of {' and '.join(_LAYER_TYPES)}")
     return tuple(window if kind == _LAYER_TYPES[0] else None for kind in types)
 
 
-def _rotations(config: Config, head_dim: int, most: int) -> tuple[tuple[Rotary, int], tuple[Rotary, int]]:
-    """(rotation of layers with full attention, of layers with a window), each with the positions it supports."""
+def _rotations(
+    config: Config, head_dim: int, most: int
+) -> tuple[tuple[Rotary, int], tuple[Rotary, int]]:
+    """(rotation of layers with full attention, of layers with a window), each with the positions it
+    supports.
+    """
     base, local_base = config.number("rope_theta", 1e6), config.number("rope_local_base_freq", 1e4)
     scaling, new, local = config.sub("rope_scaling"), config.sub("rope_parameters"), None
     if scaling is not None and new is not None:
-        raise CheckpointError("config.json: rope_scaling and rope_parameters are both there; expected one of them")
+        raise CheckpointError(
+            "config.json: rope_scaling and rope_parameters are both there; expected one of them"
+        )
     if new is not None:
         scaling, local = new.sub("full_attention"), new.sub("sliding_attention")
         for key in new.unread():
-            raise CheckpointError(f"config.json: rope_parameters: {key} is none of {', '.join(_LAYER_TYPES)}")
-    return (rotary_of(scaling, config.path, head_dim, most, base), rotary_of(local, config.path, head_dim, most, local_base))
+            raise CheckpointError(
+                f"config.json: rope_parameters: {key} is none of {', '.join(_LAYER_TYPES)}"
+            )
+    return (
+        rotary_of(scaling, config.path, head_dim, most, base),
+        rotary_of(local, config.path, head_dim, most, local_base),
+    )
 
 
 def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec:
-    """The spec of a config.json with model_type gemma3_text. Raises CheckpointError naming the key that does not fit."""
+    """The spec of a config.json with model_type gemma3_text. Raises CheckpointError naming the key
+    that does not fit.
+    """
     hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     num_layers = config.layers("num_hidden_layers")
     config.one_key_value_head("num_key_value_heads", 4, convertible=False)
@@ -87,5 +110,7 @@ def weight_names(spec: ModelSpec) -> Names:
     names = llama_names(spec, _NORMS)
     for layer in range(spec.num_layers):
         for ours, theirs in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
-            names |= renamed({f"blocks.{layer}.attention.{ours}": f"model.layers.{layer}.self_attn.{theirs}"})
+            names |= renamed(
+                {f"blocks.{layer}.attention.{ours}": f"model.layers.{layer}.self_attn.{theirs}"}
+            )
     return names

@@ -1,8 +1,10 @@
-"""gpt_bigcode: StarCoder, StarCoderBase, tiny_starcoder, SantaCoder, granite-code-20b and the embedded model; and gpt2 with multi-query
-attention, the layout in which bigcode/santacoder was first published (its remote code is not run).
+"""gpt_bigcode: StarCoder, StarCoderBase, tiny_starcoder, SantaCoder, granite-code-20b and the
+embedded model; and gpt2 with multi-query attention, the layout in which bigcode/santacoder was
+first published (its remote code is not run).
 
-GPT-2's block with one key/value head. The fused projection's rows are the query heads, then K, then V, as in the decoder; the gpt2 layout
-keeps queries in `q_attn`, the key and the value in `kv_attn`, and its matrices transposed.
+GPT-2's block with one key/value head. The fused projection's rows are the query heads, then K, then
+V, as in the decoder; the gpt2 layout keeps queries in `q_attn`, the key and the value in `kv_attn`,
+and its matrices transposed.
 """
 
 from typing import Any
@@ -23,22 +25,29 @@ _ACTIVATIONS = {
 
 
 def _refuse_several_heads(config: Config, num_heads: int) -> None:
-    """Raises CheckpointError for several key/value heads, which the two layouts spell differently."""
+    """Raises CheckpointError for several key/value heads, which the two layouts spell
+    differently.
+    """
     first = config.get("model_type") == "gpt2"
     key, expected = ("attention_head_type", "multiquery") if first else ("multi_query", True)
     found = config.get(key) if first else config.flag(key, True)
     if found != expected:
         raise CheckpointError(
-            f"config.json: {key} is {short(found)}, so there are {num_heads} key/value heads, expected {expected!r}: "
+            f"config.json: {key} is {short(found)}, so there are {num_heads} key/value heads, "
+            f"expected {expected!r}: "
             "onehead serves one key/value head; `onehead convert` can pool several into one"
         )
 
 
 def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec:
-    """The spec of a config.json with model_type gpt_bigcode or gpt2. Raises CheckpointError naming the key that does not fit."""
+    """The spec of a config.json with model_type gpt_bigcode or gpt2. Raises CheckpointError naming
+    the key that does not fit.
+    """
     hidden_size, num_heads = config.integer("n_embd"), config.integer("n_head")
     if hidden_size % num_heads:
-        raise CheckpointError(f"config.json: n_embd {hidden_size} is not a multiple of n_head {num_heads}")
+        raise CheckpointError(
+            f"config.json: n_embd {hidden_size} is not a multiple of n_head {num_heads}"
+        )
     _refuse_several_heads(config, num_heads)
     config.only("add_cross_attention", False, why="onehead serves decoder-only models")
     config.only("scale_attn_by_inverse_layer_idx", False, why="onehead scales every layer alike")
@@ -98,15 +107,23 @@ def weight_names(spec: ModelSpec) -> Names:
     first = spec.model_type == "gpt2"
     query_size = spec.num_query_heads * spec.head_dim
     linears: dict[str, dict[str, int | None]] = {
-        "attention.qkv": {"attn.q_attn": query_size, "attn.kv_attn": 2 * spec.head_dim} if first else {"attn.c_attn": None},
+        "attention.qkv": {"attn.q_attn": query_size, "attn.kv_attn": 2 * spec.head_dim}
+        if first
+        else {"attn.c_attn": None},
         "attention.out": {"attn.c_proj": None},
         "mlp.up": {"mlp.c_fc": None},
         "mlp.down": {"mlp.c_proj": None},
     }
     for layer in range(spec.num_layers):
         ours, theirs = f"blocks.{layer}", f"transformer.h.{layer}"
-        names |= renamed({f"{ours}.attention_norm": f"{theirs}.ln_1", f"{ours}.mlp_norm": f"{theirs}.ln_2"}, both)
+        names |= renamed(
+            {f"{ours}.attention_norm": f"{theirs}.ln_1", f"{ours}.mlp_norm": f"{theirs}.ln_2"}, both
+        )
         for linear, parts in linears.items():
-            names[f"{ours}.{linear}.weight"] = tuple(Part(f"{theirs}.{name}.weight", rows, first) for name, rows in parts.items())
-            names[f"{ours}.{linear}.bias"] = tuple(Part(f"{theirs}.{name}.bias", rows) for name, rows in parts.items())
+            names[f"{ours}.{linear}.weight"] = tuple(
+                Part(f"{theirs}.{name}.weight", rows, first) for name, rows in parts.items()
+            )
+            names[f"{ours}.{linear}.bias"] = tuple(
+                Part(f"{theirs}.{name}.bias", rows) for name, rows in parts.items()
+            )
     return names

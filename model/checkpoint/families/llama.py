@@ -1,15 +1,26 @@
-"""llama and mistral with one key/value head: RMS norms, rotary embeddings, SwiGLU; Mistral may limit every layer to a window."""
+"""llama and mistral with one key/value head: RMS norms, rotary embeddings, SwiGLU; Mistral may
+limit every layer to a window.
+"""
 
 from model.checkpoint.config import Config
 from model.checkpoint.names import Names, llama_names
 from model.checkpoint.rope import rotary
 from model.spec import ModelSpec
 
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "relu": "relu"}
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu": "relu",
+}
 
 
 def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec:
-    """The spec of a config.json with model_type llama or mistral. Raises CheckpointError naming the key that does not fit."""
+    """The spec of a config.json with model_type llama or mistral. Raises CheckpointError naming the
+    key that does not fit.
+    """
     is_mistral = config.get("model_type") == "mistral"
     hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     num_layers = config.layers("num_hidden_layers")
@@ -18,7 +29,8 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
     most = config.integer("max_position_embeddings", 131_072 if is_mistral else 2048)
     rotation, max_positions = rotary(config, head_dim, most, 10000.0)
     attention_bias = False if is_mistral else config.flag("attention_bias", False)
-    # transformers' Mistral has a window unless the config says null; configs that leave the key out mean its default.
+    # transformers' Mistral has a window unless the config says null; configs that leave the key out
+    # mean its default.
     window = config.optional("sliding_window", 4096) if is_mistral else None
     return ModelSpec(
         model_type="mistral" if is_mistral else "llama",

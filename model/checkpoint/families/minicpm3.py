@@ -1,4 +1,6 @@
-"""minicpm3: latent attention with a dense MLP, and scales on embedding, residual branches and logits."""
+"""minicpm3: latent attention with a dense MLP, and scales on embedding, residual branches and
+logits.
+"""
 
 from model.checkpoint.config import Config
 from model.checkpoint.names import Names, llama_names
@@ -7,7 +9,9 @@ from model.spec import Latent, ModelSpec
 
 
 def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec:
-    """The spec of a config.json with model_type minicpm3. Raises CheckpointError naming the key that does not fit."""
+    """The spec of a config.json with model_type minicpm3. Raises CheckpointError naming the key
+    that does not fit.
+    """
     hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     num_layers = config.layers("num_hidden_layers")
     for key in ("num_key_value_heads", "head_dim"):
@@ -20,7 +24,9 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
         value_dim=config.columns("v_head_dim", hidden_size // num_heads),
         norm_epsilon=1e-6,
     )
-    rotation, max_positions = rotary(config, latent.rotary_dim, config.integer("max_position_embeddings", 32768), 10000.0)
+    rotation, max_positions = rotary(
+        config, latent.rotary_dim, config.integer("max_position_embeddings", 32768), 10000.0
+    )
     bias = config.flag("attention_bias", False)
     return ModelSpec(
         model_type="minicpm3",
@@ -43,8 +49,14 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
         gated_mlp=True,
         embedding_scale=config.number("scale_emb", 12.0),
         # Null means no scale; an absent key means the published model's value.
-        residual_scale=config.number("scale_depth", 1.4 if "scale_depth" not in config.values else num_layers**0.5) / num_layers**0.5,
-        logit_scale=config.integer("dim_model_base", 256 if "dim_model_base" not in config.values else hidden_size) / hidden_size,
+        residual_scale=config.number(
+            "scale_depth", 1.4 if "scale_depth" not in config.values else num_layers**0.5
+        )
+        / num_layers**0.5,
+        logit_scale=config.integer(
+            "dim_model_base", 256 if "dim_model_base" not in config.values else hidden_size
+        )
+        / hidden_size,
         rotary=rotation,
         latent=latent,
     )

@@ -1,9 +1,12 @@
-"""Attention on a CPU by the native kernel (native/attention.cpp): pages are read in place, once for all query heads.
+"""Attention on a CPU by the native kernel (native/attention.cpp): pages are read in place, once for
+all query heads.
 
-Keys are stored transposed within their page: [d, S]. Pages may be in bfloat16 or float16; all arithmetic is in float32. Invariant: a
-token's output depends on its own sequence alone, bit for bit.
+Keys are stored transposed within their page: [d, S]. Pages may be in bfloat16 or float16; all
+arithmetic is in float32. Invariant: a token's output depends on its own sequence alone, bit for
+bit.
 
-Shape letters: T tokens of the step, H query heads, d columns of a key, v of a value, S slots of a page, N rows of the step.
+Shape letters: T tokens of the step, H query heads, d columns of a key, v of a value, S slots of a
+page, N rows of the step.
 """
 
 import ctypes
@@ -27,16 +30,27 @@ class Attention(ctypes.Structure):
     """The kernel's struct of the same name."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("queries", "new_keys", "new_values", "outputs", "keys", "values", "spans")),
-        *((name, ctypes.c_int64) for name in ("query_stride", "key_stride", "value_stride", "num_tokens", "num_spans")),
-        *((name, ctypes.c_int64) for name in ("stack", "num_heads", "key_dim", "value_dim", "page_size", "number_type")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("queries", "new_keys", "new_values", "outputs", "keys", "values", "spans")
+        ),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("query_stride", "key_stride", "value_stride", "num_tokens", "num_spans")
+        ),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("stack", "num_heads", "key_dim", "value_dim", "page_size", "number_type")
+        ),
         ("scale", ctypes.c_float),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """What the layers of one group share: the kernel's Spans, and the page lists to which they point."""
+    """What the layers of one group share: the kernel's Spans, and the page lists to which they
+    point.
+    """
 
     spans: "array[int]"
     pages: "list[array[int]]"
@@ -46,7 +60,11 @@ class GroupPlan:
 def supports(pool: KVPool) -> bool:
     """Whether there is a kernel for this processor and these pages."""
     sizes = pool.page_size, pool.keys_LPSd.shape[-1], pool.values_LPSv.shape[-1]
-    return pool.keys_LPSd.dtype in NUMBER_TYPES and all(size % MULTIPLE == 0 for size in sizes) and library() is not None
+    return (
+        pool.keys_LPSd.dtype in NUMBER_TYPES
+        and all(size % MULTIPLE == 0 for size in sizes)
+        and library() is not None
+    )
 
 
 class NativeBackend:
@@ -62,8 +80,18 @@ class NativeBackend:
         self._structs = []
         for layer, place in enumerate(pool.layout.places):
             keys, values = (x.data_ptr() for x in pool.layer(layer))
-            struct = Attention(keys=keys, values=None if pool.value_in_key else values, stack=place.stack, key_dim=key_dim, scale=scale)
-            struct.value_dim, struct.page_size, struct.number_type = value_dim, pool.page_size, NUMBER_TYPES[pool.keys_LPSd.dtype]
+            struct = Attention(
+                keys=keys,
+                values=None if pool.value_in_key else values,
+                stack=place.stack,
+                key_dim=key_dim,
+                scale=scale,
+            )
+            struct.value_dim, struct.page_size, struct.number_type = (
+                value_dim,
+                pool.page_size,
+                NUMBER_TYPES[pool.keys_LPSd.dtype],
+            )
             self._structs.append((struct, place.group))
 
     @property
@@ -71,17 +99,27 @@ class NativeBackend:
         return name_of(self.library)
 
     def plan(self, batch: Batch) -> tuple[GroupPlan, ...]:
-        return tuple(_plan(batch, number, group) for number, group in enumerate(batch.layout.groups))
+        return tuple(
+            _plan(batch, number, group) for number, group in enumerate(batch.layout.groups)
+        )
 
     def struct(self, layer: int, num_heads: int) -> tuple[Attention, int]:
-        """The kernel's arguments for a layer that do not depend on the step, and the number of its group."""
+        """The kernel's arguments for a layer that do not depend on the step, and the number of its
+        group.
+        """
         struct, number = self._structs[layer]
         copy = Attention.from_buffer_copy(struct)
         copy.num_heads = num_heads
         return copy, number
 
     def run(
-        self, plan: tuple[GroupPlan, ...], layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor, rotation: Rotation | None = None
+        self,
+        plan: tuple[GroupPlan, ...],
+        layer: int,
+        q_THd: Tensor,
+        k_Td: Tensor,
+        v_Tv: Tensor,
+        rotation: Rotation | None = None,
     ) -> Tensor:
         if rotation is not None:
             q_THd, k_Td = rotation.both(q_THd, k_Td)
@@ -95,9 +133,21 @@ class NativeBackend:
             k_Td, v_Tv = k_Td.contiguous(), v_Tv.contiguous()
         o_THv = q_THd.new_empty(num_tokens, num_heads, struct.value_dim)
         group = plan[number]
-        struct.queries, struct.new_keys, struct.new_values = q_THd.data_ptr(), k_Td.data_ptr(), v_Tv.data_ptr()
-        struct.query_stride, struct.key_stride, struct.value_stride = query_stride, k_Td.stride(0), v_Tv.stride(0)
-        struct.outputs, struct.spans, struct.num_spans = o_THv.data_ptr(), group.address, len(group.pages)
+        struct.queries, struct.new_keys, struct.new_values = (
+            q_THd.data_ptr(),
+            k_Td.data_ptr(),
+            v_Tv.data_ptr(),
+        )
+        struct.query_stride, struct.key_stride, struct.value_stride = (
+            query_stride,
+            k_Td.stride(0),
+            v_Tv.stride(0),
+        )
+        struct.outputs, struct.spans, struct.num_spans = (
+            o_THv.data_ptr(),
+            group.address,
+            len(group.pages),
+        )
         struct.num_tokens, struct.num_heads = num_tokens, num_heads
         self.library.attend(ctypes.addressof(struct), torch.get_num_threads())
         return o_THv
@@ -113,7 +163,16 @@ def _plan(batch: Batch, number: int, group: LayerGroup) -> GroupPlan:
         num_tokens = len(row.tokens)
         unseen = 0 if window is None else group.first_seen(row.start) // page_size
         num_keys = row.start + num_tokens - unseen * page_size
-        spans.extend((first, num_tokens, num_keys, window or 0, pages.buffer_info()[0] + unseen * stacks * 8, stacks))
+        spans.extend(
+            (
+                first,
+                num_tokens,
+                num_keys,
+                window or 0,
+                pages.buffer_info()[0] + unseen * stacks * 8,
+                stacks,
+            )
+        )
     return GroupPlan(spans, all_pages, spans.buffer_info()[0])
 
 

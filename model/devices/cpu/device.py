@@ -32,7 +32,8 @@ class CpuDevice(Device):
     overcommits = True
     invariant_backend = "native"
     invariant_backend_needs = (
-        "cache.dtype auto, cache.page_size and the columns of keys and values multiples of 16, and kernels that were compiled when "
+        "cache.dtype auto, cache.page_size and the columns of keys and values multiples of 16, "
+        "and kernels that were compiled when "
         "onehead was installed"
     )
 
@@ -44,12 +45,15 @@ class CpuDevice(Device):
         return "native" if supports(pool) else "torch"
 
     def dtypes(self, option: str) -> Dtypes:
-        """Arithmetic is in float32, whatever numbers are held in: narrower ones are widened in registers, which only our kernels do."""
+        """Arithmetic is in float32, whatever numbers are held in: narrower ones are widened in
+        registers, which only our kernels do.
+        """
         _, held, cache = super().dtypes(option)
         if library() is None:
             if cache is not torch.float32:
                 raise OptionError(
-                    f"engine.dtype {option} on a CPU needs kernels that were compiled when onehead was installed, and there are none; take "
+                    f"engine.dtype {option} on a CPU needs kernels that were compiled when "
+                    "onehead was installed, and there are none; take "
                     "auto, which holds weights in float32 then"
                 )
         elif option == "auto":
@@ -58,11 +62,15 @@ class CpuDevice(Device):
 
     def products(self, dtypes: Dtypes, quantization: str, deterministic: bool) -> Products:
         if library() is None:
-            return BlockProducts(quantization) if quantization in FORMATS else Products(quantization)
+            return (
+                BlockProducts(quantization) if quantization in FORMATS else Products(quantization)
+            )
         return NativeProducts(quantization, dtypes.matrices)
 
     def forward(self, decoder: Decoder, backend: Backend) -> Forward:
-        """One call for all layers where they consist of operations that it knows: latent attention and experts do not."""
+        """One call for all layers where they consist of operations that it knows: latent attention
+        and experts do not.
+        """
         recordable = decoder.spec.latent is None and decoder.spec.experts is None
         if recordable and isinstance(backend, NativeBackend) and decoder.products == backend.name:
             return Program(decoder, backend)

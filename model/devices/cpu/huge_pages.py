@@ -1,7 +1,8 @@
 """Zeroed memory for weights, in huge pages where the system has them.
 
-A product reads weights as a few long streams, and the processor's prefetcher stops at page ends: with pages of 4 KiB, every 64 cache
-lines. Invariant: memory is never handed out twice; a chunk lives as long as any tensor in it. It knows nothing of its contents.
+A product reads weights as a few long streams, and the processor's prefetcher stops at page ends:
+with pages of 4 KiB, every 64 cache lines. Invariant: memory is never handed out twice; a chunk
+lives as long as any tensor in it. It knows nothing of its contents.
 """
 
 import ctypes
@@ -16,7 +17,8 @@ from torch import Tensor
 HUGE, LINE = 2**21, 64
 """Bytes of a huge page and of a cache line on the supported processors."""
 CHUNK = 32 * HUGE
-"""Bytes that are mapped at once. The unused rest takes no memory, except for the rest of a huge page."""
+"""Bytes that are mapped at once. The unused rest takes no memory, except for the rest of a huge
+page."""
 
 
 class HugePages:

@@ -1,11 +1,13 @@
-"""Products by our CPU kernels (native/product.cpp, native/blocks.cpp): matrices packed in the order in which they are read, as floats or
-quantized in blocks.
+"""Products by our CPU kernels (native/product.cpp, native/blocks.cpp): matrices packed in the order
+in which they are read, as floats or quantized in blocks.
 
-The modules replace a decoder's linear layers, embedding tables and norms; devices/blocks.py defines the arithmetic of blocks. A product
-applies the norm before it and the activation after it. Invariants: a row of the result depends on that row of x alone (batch-invariant);
-weights in bfloat16 or float16 give the bits that the same numbers in float32 give.
+The modules replace a decoder's linear layers, embedding tables and norms; devices/blocks.py defines
+the arithmetic of blocks. A product applies the norm before it and the activation after it.
+Invariants: a row of the result depends on that row of x alone (batch-invariant); weights in
+bfloat16 or float16 give the bits that the same numbers in float32 give.
 
-Shape letters: T tokens, S rows whose logits are wanted, I input and O output columns, V rows of a table, D its columns.
+Shape letters: T tokens, S rows whose logits are wanted, I input and O output columns, V rows of a
+table, D its columns.
 """
 
 import ctypes
@@ -68,7 +70,13 @@ class PackedNorm(NormReplacement):
     @property
     def struct(self) -> Norm:
         """The norm as the kernels take it."""
-        return Norm(self.weight.data_ptr(), _address(self.bias), 1 if self.centred else 2, self.epsilon, self.offset)
+        return Norm(
+            self.weight.data_ptr(),
+            _address(self.bias),
+            1 if self.centred else 2,
+            self.epsilon,
+            self.offset,
+        )
 
     def forward(self, x: Any) -> Any:
         if isinstance(x, Activation):
@@ -78,13 +86,19 @@ class PackedNorm(NormReplacement):
         rows_TD = rows_TD if rows_TD.stride(-1) == 1 else rows_TD.contiguous()
         y_TD = torch.empty_like(rows_TD, memory_format=torch.contiguous_format)
         norm, sizes = self.struct, (rows_TD.stride(0), *rows_TD.shape)
-        _kernels().normalise_rows(rows_TD.data_ptr(), y_TD.data_ptr(), *sizes, ctypes.addressof(norm), torch.get_num_threads())
+        _kernels().normalise_rows(
+            rows_TD.data_ptr(),
+            y_TD.data_ptr(),
+            *sizes,
+            ctypes.addressof(norm),
+            torch.get_num_threads(),
+        )
         return y_TD.view(x.shape)
 
 
 class PackedMatrix(RowMatrix):
-    """W [O, I] in panels of rows, held in a dtype, in blocks of a format or, if that is None, as it is
-    stored.
+    """W [O, I] in panels of rows, held in a dtype, in blocks of a format or, if that is None, as it
+    is stored.
     """
 
     def __init__(self, num_rows: int, num_columns: int, held: Held | None) -> None:
@@ -127,11 +141,19 @@ class PackedMatrix(RowMatrix):
             self.set_blocks(first, blocks)
             return
         rows = rows.to(self.weight.dtype).contiguous()
-        self._library.pack(self.weight.data_ptr(), rows.data_ptr(), first, len(rows), self.shape[1], rows.itemsize)
+        self._library.pack(
+            self.weight.data_ptr(), rows.data_ptr(), first, len(rows), self.shape[1], rows.itemsize
+        )
 
     def set_blocks(self, first: int, rows: Tensor) -> None:
         assert self.form is not None and rows.is_contiguous()
-        self._kernel("pack")(self.weight.data_ptr(), rows.data_ptr(), first, len(rows), rows.shape[1] // self.form.block_bytes)
+        self._kernel("pack")(
+            self.weight.data_ptr(),
+            rows.data_ptr(),
+            first,
+            len(rows),
+            rows.shape[1] // self.form.block_bytes,
+        )
 
     def rows(self, ids_T: Tensor) -> Tensor:
         """Rows by number, as float32. Raises IndexError for a number out of range."""
@@ -140,10 +162,14 @@ class PackedMatrix(RowMatrix):
         dtype = torch.float32 if self.form is not None else self.weight.dtype
         found = torch.empty(len(ids_T), self.shape[1], dtype=dtype)
         itemsize = (found.itemsize,) if self.form is None else ()
-        self._kernel("take")(self.weight.data_ptr(), ids_T.data_ptr(), found.data_ptr(), *found.shape, *itemsize)
+        self._kernel("take")(
+            self.weight.data_ptr(), ids_T.data_ptr(), found.data_ptr(), *found.shape, *itemsize
+        )
         return found.float()
 
-    def _arguments(self, bias: Tensor | None = None, activation: str = "none", norm: PackedNorm | None = None) -> Product:
+    def _arguments(
+        self, bias: Tensor | None = None, activation: str = "none", norm: PackedNorm | None = None
+    ) -> Product:
         """The kernel's arguments for activation(norm(x) W^T + bias) that do not depend on x."""
         return Product(
             weights=self.weight.data_ptr(),
@@ -151,12 +177,16 @@ class PackedMatrix(RowMatrix):
             inputs=self.shape[1],
             outputs=self.shape[0],
             activation=CODES[activation],
-            weight_type=NUMBER_TYPES[self.weight.dtype] if self.form is None else BLOCK_TYPES[self.form.name],
+            weight_type=NUMBER_TYPES[self.weight.dtype]
+            if self.form is None
+            else BLOCK_TYPES[self.form.name],
             norm=NO_NORM if norm is None else norm.struct,
         )
 
     def _product(self, x: Tensor, product: Product) -> Tensor:
-        """Runs the kernel on x. A step has a hundred of these calls; with few rows this method's own cost is what counts."""
+        """Runs the kernel on x. A step has a hundred of these calls; with few rows this method's
+        own cost is what counts.
+        """
         assert x.dtype is torch.float32
         x_TI = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
@@ -171,8 +201,8 @@ class PackedMatrix(RowMatrix):
 class PackedLinear(PackedMatrix, FusedLinear):
     """Replaces an nn.Linear, the norm before it where `norm` is set, and the activation after it.
 
-    Where a checkpoint stores some of its rows otherwise than the rest, it has a matrix for each part.
-    The first product fixes the addresses that it reads: parameters must not move afterwards.
+    Where a checkpoint stores some of its rows otherwise than the rest, it has a matrix for each
+    part. The first product fixes the addresses that it reads: parameters must not move afterwards.
     """
 
     def __init__(self, linear: nn.Linear, held: Held | None) -> None:
@@ -196,14 +226,19 @@ class PackedLinear(PackedMatrix, FusedLinear):
         rows = [matrix.shape[0] for matrix in matrices]
         biases = [None] * len(rows) if self.bias is None else self.bias.split(rows)
         activation = "none" if self.gated else self.activation
-        self.parts = [(matrix, matrix._arguments(bias, activation, self.norm)) for matrix, bias in zip(matrices, biases, strict=True)]
+        self.parts = [
+            (matrix, matrix._arguments(bias, activation, self.norm))
+            for matrix, bias in zip(matrices, biases, strict=True)
+        ]
 
     def forward(self, x: Any) -> Any:
         if not self.parts:
             self._fix()
         if isinstance(x, Activation):
             prepared = self._library.prepared_bytes
-            recorded = side_by_side([x.product(each, prepared(ctypes.addressof(each))) for _, each in self.parts])
+            recorded = side_by_side(
+                [x.product(each, prepared(ctypes.addressof(each))) for _, each in self.parts]
+            )
             return recorded.gated(CODES[self.activation]) if self.gated else recorded
         y, *others = (matrix._product(x, product) for matrix, product in self.parts)
         y = torch.cat([y, *others], dim=-1) if others else y
@@ -213,12 +248,21 @@ class PackedLinear(PackedMatrix, FusedLinear):
         """activation(first half) * second half of each row."""
         size, threads = x_TE.shape[-1] // 2, torch.get_num_threads()
         y_TF = x_TE.new_empty(*x_TE.shape[:-1], size)
-        self._library.gate(x_TE.data_ptr(), y_TF.data_ptr(), y_TF.numel() // max(1, size), size, CODES[self.activation], threads)
+        self._library.gate(
+            x_TE.data_ptr(),
+            y_TF.data_ptr(),
+            y_TF.numel() // max(1, size),
+            size,
+            CODES[self.activation],
+            threads,
+        )
         return y_TF
 
 
 class PackedEmbedding(PackedMatrix):
-    """Replaces an nn.Embedding, as a table and, if it is the token embedding of a tied model, as the head."""
+    """Replaces an nn.Embedding, as a table and, if it is the token embedding of a tied model, as
+    the head.
+    """
 
     def __init__(self, embedding: nn.Embedding, held: Held | None) -> None:
         super().__init__(embedding.num_embeddings, embedding.embedding_dim, held)
@@ -233,11 +277,15 @@ class PackedEmbedding(PackedMatrix):
 
 
 class PackedHeads(HeadProjections):
-    """HeadProjections with a packed matrix for each head. `pack` makes them when the weight has been read."""
+    """HeadProjections with a packed matrix for each head. `pack` makes them when the weight has
+    been read.
+    """
 
     def pack(self) -> None:
         key_up_Hpc, value_up_Hvc = self.parts()
-        self.matrices = nn.ModuleList(_packed(matrix) for matrix in (*key_up_Hpc.transpose(1, 2), *value_up_Hvc))
+        self.matrices = nn.ModuleList(
+            _packed(matrix) for matrix in (*key_up_Hpc.transpose(1, 2), *value_up_Hvc)
+        )
         self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
 
     def keys(self, q_THp: Tensor) -> Tensor:
@@ -247,7 +295,9 @@ class PackedHeads(HeadProjections):
         return self._each(o_THc, self.num_heads)
 
     def _each(self, x_THi: Tensor, first: int) -> Tensor:
-        return torch.stack([self.matrices[first + head](x_THi[:, head]) for head in range(self.num_heads)], dim=1)
+        return torch.stack(
+            [self.matrices[first + head](x_THi[:, head]) for head in range(self.num_heads)], dim=1
+        )
 
 
 def _packed(matrix: Tensor) -> PackedLinear:
@@ -260,8 +310,9 @@ def _packed(matrix: Tensor) -> PackedLinear:
 
 
 class NativeProducts(Products):
-    """Products of our CPU kernels, of matrices in blocks or, if not quantized, in `held` (None: as the checkpoint stores them, with
-    quantization `auto` those in blocks too). Routers stay in float32, because they decide, and so do the matrices of PackedHeads.
+    """Products of our CPU kernels, of matrices in blocks or, if not quantized, in `held` (None: as
+    the checkpoint stores them, with quantization `auto` those in blocks too). Routers stay in
+    float32, because they decide, and so do the matrices of PackedHeads.
     """
 
     batch_invariant = True
@@ -298,10 +349,15 @@ def _fuse_norms(block: Block) -> None:
     attention: nn.Module = block.attention
     qkv = attention.qkv if isinstance(attention, MultiQueryAttention) else None
     up = block.mlp.up if isinstance(block.mlp, MLP) else None
-    readers: dict[str, Any] = {"attention_norm": (qkv, up) if block.mlp_norm is None else (qkv,), "mlp_norm": (up,)}
+    readers: dict[str, Any] = {
+        "attention_norm": (qkv, up) if block.mlp_norm is None else (qkv,),
+        "mlp_norm": (up,),
+    }
     for name, products in readers.items():
         norm = getattr(block, name)
-        if isinstance(norm, PackedNorm) and all(isinstance(product, PackedLinear) for product in products):
+        if isinstance(norm, PackedNorm) and all(
+            isinstance(product, PackedLinear) for product in products
+        ):
             for product in products:
                 product.norm = norm
             setattr(block, name, nn.Identity())

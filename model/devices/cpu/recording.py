@@ -1,8 +1,9 @@
 """Recording what a decoder's modules do, as a list of operations for a kernel (native/step.cpp).
 
-Modules run once on Activations, which stand for tensors and note what is done to them. So there is one description of a decoder, that of
-its modules. Invariant: the operations compute what the modules compute, with the same kernels in the same order. It knows nothing of
-sequences, and of modules only what they do to an Activation.
+Modules run once on Activations, which stand for tensors and note what is done to them. So there is
+one description of a decoder, that of its modules. Invariant: the operations compute what the
+modules compute, with the same kernels in the same order. It knows nothing of sequences, and of
+modules only what they do to an Activation.
 
 Shape letter: T tokens of the step.
 """
@@ -48,10 +49,20 @@ class Buffer:
 
 
 class Activation:
-    """Stands for a tensor [T, size] or [T, heads, size] of float32 while a program is recorded: some columns of a buffer."""
+    """Stands for a tensor [T, size] or [T, heads, size] of float32 while a program is recorded:
+    some columns of a buffer.
+    """
 
-    def __init__(self, recorder: "Recorder", buffer: Buffer, first: int, size: int, heads: int | None = None) -> None:
-        self.recorder, self.buffer, self.first, self.size, self.heads = recorder, buffer, first, size, heads
+    def __init__(
+        self, recorder: "Recorder", buffer: Buffer, first: int, size: int, heads: int | None = None
+    ) -> None:
+        self.recorder, self.buffer, self.first, self.size, self.heads = (
+            recorder,
+            buffer,
+            first,
+            size,
+            heads,
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -75,13 +86,21 @@ class Activation:
         return Activation(self.recorder, self.buffer, self.first, self.width)
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        cls,
+        function: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if function not in FUNCTIONS:
             return NotImplemented
         return FUNCTIONS[function](*args, **(kwargs or {}))
 
     def product(self, details: Any, row_bytes: int) -> "Activation":
-        """A product by the kernel's struct `details`, whose rows take `row_bytes` when they are prepared."""
+        """A product by the kernel's struct `details`, whose rows take `row_bytes` when they are
+        prepared.
+        """
         self.recorder.tile_bytes = max(self.recorder.tile_bytes, row_bytes)
         return self.recorder.add(PRODUCT, [self], details.outputs, details=details)
 
@@ -101,7 +120,10 @@ def _add(x: Activation, z: Activation, *, alpha: float = 1.0) -> Activation:
 def _split(x: Activation, sizes: Sequence[int], dim: int) -> list[Activation]:
     assert dim == -1 and sum(sizes) == x.size and x.heads is None
     firsts = [x.first + sum(sizes[:i]) for i in range(len(sizes))]
-    return [Activation(x.recorder, x.buffer, first, size) for first, size in zip(firsts, sizes, strict=True)]
+    return [
+        Activation(x.recorder, x.buffer, first, size)
+        for first, size in zip(firsts, sizes, strict=True)
+    ]
 
 
 def side_by_side(outputs: Sequence[Activation]) -> Activation:
@@ -123,7 +145,8 @@ class Recorder:
 
     def __init__(self, struct: Callable[[int, int], tuple[Any, int]]) -> None:
         self._struct = struct
-        """(layer, heads) -> the kernel's struct for attention, and the number of the layer's group."""
+        """(layer, heads) -> the kernel's struct for attention, and the number of the layer's
+        group."""
         self.operations: list[tuple[Operation, list[Activation]]] = []
         self.kept: list[Any] = []
         """Structs to which operations point."""
@@ -133,7 +156,14 @@ class Recorder:
         """Of a token, for the product that takes most."""
 
     def add(
-        self, kind: int, inputs: Sequence[Activation], size: int, *, heads: int | None = None, details: Any = None, **fields: Any
+        self,
+        kind: int,
+        inputs: Sequence[Activation],
+        size: int,
+        *,
+        heads: int | None = None,
+        details: Any = None,
+        **fields: Any,
     ) -> Activation:
         """Notes an operation, whose output is [T, size] or [T, heads, size]."""
         output = Activation(self, Buffer(size * (heads or 1)), 0, size, heads)
@@ -146,18 +176,25 @@ class Recorder:
         self.operations.append((operation, [*inputs, output]))
         return output
 
-    def attend(self, layer: int, q: Activation, k: Activation, v: Activation, rotation: int | None = None) -> Activation:
+    def attend(
+        self, layer: int, q: Activation, k: Activation, v: Activation, rotation: int | None = None
+    ) -> Activation:
         """An Attend; `rotation` is the number of a table."""
         if rotation is not None:
             q = self.add(ROTATE, [q], q.size, heads=q.heads, choice=rotation)
             k = self.add(ROTATE, [k], k.size, choice=rotation)
         struct, group = self._struct(layer, q.heads or 1)
-        assert self._heads.setdefault(group, q.heads) == q.heads, "the kernel shares out the rows of all layers of a group alike"
-        return self.add(ATTEND, [q, k, v], struct.value_dim, heads=q.heads, details=struct, choice=group)
+        assert self._heads.setdefault(group, q.heads) == q.heads, (
+            "the kernel shares out the rows of all layers of a group alike"
+        )
+        return self.add(
+            ATTEND, [q, k, v], struct.value_dim, heads=q.heads, details=struct, choice=group
+        )
 
     def place(self, first: Buffer, last: Buffer) -> int:
-        """Gives buffers places, and returns the columns that all take together. Memory is used again only for a buffer of the same width:
-        operations on different tokens are computed at the same time, and a token's columns must not lie where another's are.
+        """Gives buffers places, and returns the columns that all take together. Memory is used
+        again only for a buffer of the same width: operations on different tokens are computed at
+        the same time, and a token's columns must not lie where another's are.
         """
         free: dict[int, list[int]] = {}
         end, placed = _aligned(first.width), {first}
@@ -168,7 +205,9 @@ class Recorder:
                 output.buffer.base = again.pop() if again else end
             end = max(end, output.buffer.base + _aligned(output.buffer.width))
             placed.add(output.buffer)
-            for buffer in [buffer for buffer in placed if buffer.last_use <= number and buffer is not last]:
+            for buffer in [
+                buffer for buffer in placed if buffer.last_use <= number and buffer is not last
+            ]:
                 placed.remove(buffer)
                 free.setdefault(buffer.width, []).append(buffer.base)
             for i, each in enumerate(inputs):

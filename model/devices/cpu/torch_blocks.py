@@ -1,6 +1,8 @@
-"""Products of weights quantized in blocks by torch's operations, where our CPU kernels were not compiled.
+"""Products of weights quantized in blocks by torch's operations, where our CPU kernels were not
+compiled.
 
-The same numbers as the kernels', bit for bit before the activation, and slow: a block of a matrix is converted to float32 at a time.
+The same numbers as the kernels', bit for bit before the activation, and slow: a block of a matrix
+is converted to float32 at a time.
 
 Shape letters: T tokens, S rows whose logits are wanted, V rows of a table.
 """
@@ -19,7 +21,9 @@ class BlockMatrix(RowMatrix):
     """A matrix whose rows lie one after the other, in blocks."""
 
     def __init__(self, num_rows: int, num_columns: int, form: BlockFormat) -> None:
-        super().__init__(torch.empty(num_rows, form.row_bytes(num_columns), dtype=torch.uint8, device="meta"))
+        super().__init__(
+            torch.empty(num_rows, form.row_bytes(num_columns), dtype=torch.uint8, device="meta")
+        )
         self._form = self.form = form
         self.shape = num_rows, num_columns
 
@@ -35,7 +39,11 @@ class BlockMatrix(RowMatrix):
 
     def product(self, x: Tensor) -> Tensor:
         """x W^T in x's dtype."""
-        return product(self._form, x.reshape(-1, x.shape[-1]), self.weight).to(x.dtype).view(*x.shape[:-1], -1)
+        return (
+            product(self._form, x.reshape(-1, x.shape[-1]), self.weight)
+            .to(x.dtype)
+            .view(*x.shape[:-1], -1)
+        )
 
 
 class BlockLinear(BlockMatrix):
@@ -51,7 +59,9 @@ class BlockLinear(BlockMatrix):
 
 
 class BlockEmbedding(BlockMatrix):
-    """Replaces an nn.Embedding, as a table and, if it is the token embedding of a tied model, as the head."""
+    """Replaces an nn.Embedding, as a table and, if it is the token embedding of a tied model, as
+    the head.
+    """
 
     def __init__(self, embedding: nn.Embedding, form: BlockFormat, dtype: torch.dtype) -> None:
         super().__init__(embedding.num_embeddings, embedding.embedding_dim, form)

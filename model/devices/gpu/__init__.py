@@ -1,5 +1,6 @@
-"""The GPU: our Triton kernels for attention, norms, gates, draws and products of quantized weights; with engine.deterministic
-batch-invariant ones for attention and for all products, which are else cuBLAS's; streams, graphs and memory.
+"""The GPU: our Triton kernels for attention, norms, gates, draws and products of quantized weights;
+with engine.deterministic batch-invariant ones for attention and for all products, which are else
+cuBLAS's; streams, graphs and memory.
 
 Triton is imported by the modules that launch kernels, never from here.
 """
@@ -10,7 +11,8 @@ from torch import Tensor
 from model.batch import Numbers
 
 EXACT = {"enable_fp_fusion": False}
-"""Option of every launch: products and sums become one instruction where a kernel says so, not where the compiler chooses to."""
+"""Option of every launch: products and sums become one instruction where a kernel says so, not
+where the compiler chooses to."""
 
 
 def upload(values: Numbers, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

@@ -1,9 +1,12 @@
-"""Modules with weights in the block formats of devices/blocks.py, which replace a decoder's linear layers and tables on a GPU.
+"""Modules with weights in the block formats of devices/blocks.py, which replace a decoder's linear
+layers and tables on a GPU.
 
-Blocks of a checkpoint are taken as they are; floats are quantized on the GPU. Routers and the matrices of HeadProjections stay as they are,
-as on a CPU. Invariant: a matrix keeps no float copy of itself.
+Blocks of a checkpoint are taken as they are; floats are quantized on the GPU. Routers and the
+matrices of HeadProjections stay as they are, as on a CPU. Invariant: a matrix keeps no float copy
+of itself.
 
-Shape letters: T tokens, S rows whose logits are wanted, N rows of a matrix, B blocks of a row, b bytes of a block, j those of its numbers.
+Shape letters: T tokens, S rows whose logits are wanted, N rows of a matrix, B blocks of a row, b
+bytes of a block, j those of its numbers.
 """
 
 from math import prod
@@ -13,7 +16,13 @@ from torch import Tensor, nn
 
 from model.decoder import Decoder
 from model.devices.blocks import BLOCK, FORMATS, BlockFormat
-from model.devices.gpu.block_products import INPUTS, OUTPUTS, BlockWeights, dequantized, multiply_blocks
+from model.devices.gpu.block_products import (
+    INPUTS,
+    OUTPUTS,
+    BlockWeights,
+    dequantized,
+    multiply_blocks,
+)
 from model.devices.gpu.modules import CublasProducts, TritonProducts
 from model.devices.replacement import Held, RowMatrix, replace_modules
 from model.layers import Embedding, Linear
@@ -26,19 +35,44 @@ HEAD_BYTES = 2
 
 
 class GpuBlockMatrix(RowMatrix):
-    """A matrix as the kernels of block_products.py read it: numbers, scales and minima in one allocation, which must not move."""
+    """A matrix as the kernels of block_products.py read it: numbers, scales and minima in one
+    allocation, which must not move.
+    """
 
     form: BlockFormat
     stored: BlockWeights
     """Views of the weight."""
 
-    def __init__(self, num_rows: int, num_columns: int, form: BlockFormat, dtype: torch.dtype, *, fixed_tile: bool) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        num_columns: int,
+        form: BlockFormat,
+        dtype: torch.dtype,
+        *,
+        fixed_tile: bool,
+    ) -> None:
         heads = HEADS[form.name]
-        stored_rows, num_blocks = -(-num_rows // OUTPUTS) * OUTPUTS, -(-num_columns // INPUTS) * INPUTS // BLOCK
-        super().__init__(torch.empty(stored_rows * num_blocks * form.block_bytes, dtype=torch.uint8, device="meta"))
-        self.form, self.shape, self.dtype, self.fixed_tile = form, (num_rows, num_columns), dtype, fixed_tile
+        stored_rows, num_blocks = (
+            -(-num_rows // OUTPUTS) * OUTPUTS,
+            -(-num_columns // INPUTS) * INPUTS // BLOCK,
+        )
+        super().__init__(
+            torch.empty(
+                stored_rows * num_blocks * form.block_bytes, dtype=torch.uint8, device="meta"
+            )
+        )
+        self.form, self.shape, self.dtype, self.fixed_tile = (
+            form,
+            (num_rows, num_columns),
+            dtype,
+            fixed_tile,
+        )
         self.num_filling = self.weight.numel() - num_rows * form.row_bytes(num_columns)
-        self._shapes = (stored_rows, num_blocks * (form.block_bytes - heads * HEAD_BYTES)), *[(num_blocks, stored_rows)] * heads
+        self._shapes = (
+            (stored_rows, num_blocks * (form.block_bytes - heads * HEAD_BYTES)),
+            *[(num_blocks, stored_rows)] * heads,
+        )
         self._waiting: list[Tensor] = []
         self._first_waiting = 0
 
@@ -48,9 +82,16 @@ class GpuBlockMatrix(RowMatrix):
     def allocate(self, device: torch.device, stored: Held = torch.float32) -> None:
         super().allocate(device, stored)
         numbers_shape, *head_shapes = self._shapes
-        numbers, *heads = self.weight.split([prod(numbers_shape), *(HEAD_BYTES * prod(shape) for shape in head_shapes)])
-        scales_BN, *minima = (head.view(torch.float16).view(shape) for head, shape in zip(heads, head_shapes, strict=True))
-        self.stored = BlockWeights(numbers.view(numbers_shape), scales_BN, minima[0] if minima else None, *self.shape)
+        numbers, *heads = self.weight.split(
+            [prod(numbers_shape), *(HEAD_BYTES * prod(shape) for shape in head_shapes)]
+        )
+        scales_BN, *minima = (
+            head.view(torch.float16).view(shape)
+            for head, shape in zip(heads, head_shapes, strict=True)
+        )
+        self.stored = BlockWeights(
+            numbers.view(numbers_shape), scales_BN, minima[0] if minima else None, *self.shape
+        )
 
     def set_rows(self, first: int, rows: Tensor) -> None:
         """Quantizes the rows when there are enough of them, or when they are the last."""
@@ -90,15 +131,21 @@ class GpuBlockMatrix(RowMatrix):
 
     def product(self, x: Tensor, bias_O: Tensor | None = None) -> Tensor:
         """x W^T + b in x's dtype."""
-        y_TO = multiply_blocks(x.reshape(-1, x.shape[-1]), self.stored, bias_O, fixed_tile=self.fixed_tile)
+        y_TO = multiply_blocks(
+            x.reshape(-1, x.shape[-1]), self.stored, bias_O, fixed_tile=self.fixed_tile
+        )
         return y_TO.view(*x.shape[:-1], self.shape[0])
 
 
 class GpuBlockLinear(GpuBlockMatrix):
     """Replaces a Linear."""
 
-    def __init__(self, linear: nn.Linear, form: BlockFormat, dtype: torch.dtype, *, fixed_tile: bool) -> None:
-        super().__init__(linear.out_features, linear.in_features, form, dtype, fixed_tile=fixed_tile)
+    def __init__(
+        self, linear: nn.Linear, form: BlockFormat, dtype: torch.dtype, *, fixed_tile: bool
+    ) -> None:
+        super().__init__(
+            linear.out_features, linear.in_features, form, dtype, fixed_tile=fixed_tile
+        )
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,10 +153,16 @@ class GpuBlockLinear(GpuBlockMatrix):
 
 
 class GpuBlockEmbedding(GpuBlockMatrix):
-    """Replaces an Embedding, as a table and, if it is the token embedding of a tied model, as the head."""
+    """Replaces an Embedding, as a table and, if it is the token embedding of a tied model, as the
+    head.
+    """
 
-    def __init__(self, embedding: nn.Embedding, form: BlockFormat, dtype: torch.dtype, *, fixed_tile: bool) -> None:
-        super().__init__(embedding.num_embeddings, embedding.embedding_dim, form, dtype, fixed_tile=fixed_tile)
+    def __init__(
+        self, embedding: nn.Embedding, form: BlockFormat, dtype: torch.dtype, *, fixed_tile: bool
+    ) -> None:
+        super().__init__(
+            embedding.num_embeddings, embedding.embedding_dim, form, dtype, fixed_tile=fixed_tile
+        )
 
     def forward(self, ids_T: Tensor) -> Tensor:
         return self.rows(ids_T)
@@ -123,13 +176,19 @@ def _replace(decoder: Decoder, form: BlockFormat, dtype: torch.dtype, *, fixed_t
     def replacement(module: nn.Module) -> nn.Module | None:
         if type(module) is Linear:
             return GpuBlockLinear(module, form, dtype, fixed_tile=fixed_tile)
-        return GpuBlockEmbedding(module, form, dtype, fixed_tile=fixed_tile) if type(module) is Embedding else None
+        return (
+            GpuBlockEmbedding(module, form, dtype, fixed_tile=fixed_tile)
+            if type(module) is Embedding
+            else None
+        )
 
     replace_modules(decoder, replacement)
 
 
 class BlockProducts(CublasProducts):
-    """Products of matrices in blocks: by our kernel of a tile that suits the number of rows, of many rows by torch."""
+    """Products of matrices in blocks: by our kernel of a tile that suits the number of rows, of
+    many rows by torch.
+    """
 
     def replace(self, decoder: Decoder, dtype: torch.dtype) -> None:
         _replace(decoder, FORMATS[self.quantization], dtype, fixed_tile=False)

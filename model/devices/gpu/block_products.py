@@ -1,16 +1,21 @@
-"""Products of weights in the block formats of devices/blocks.py, read as bytes and dequantized in registers: kernels and launches.
+"""Products of weights in the block formats of devices/blocks.py, read as bytes and dequantized in
+registers: kernels and launches.
 
-A weight is the number that its block stands for, rounded to x's dtype; activations stay as they are, and sums are in float32. So
-y = x W^T + b is torch's product of the dequantized matrix. (A CPU rounds activations to 8 bits, because there only integers are fast.)
+A weight is the number that its block stands for, rounded to x's dtype; activations stay as they
+are, and sums are in float32. So y = x W^T + b is torch's product of the dequantized matrix. (A CPU
+rounds activations to 8 bits, because there only integers are fast.)
 
-The inputs are shared out to as many parts as give a GPU enough programs, and `join` adds the parts in their order. Invariant: the number of
-parts and a tile's outputs and inputs depend on the matrix alone. Where the caller fixes a tile's rows, too, a row of y depends on that row
-of x alone, bit for bit (batch-invariant).
+The inputs are shared out to as many parts as give a GPU enough programs, and `join` adds the parts
+in their order. Invariant: the number of parts and a tile's outputs and inputs depend on the matrix
+alone. Where the caller fixes a tile's rows, too, a row of y depends on that row of x alone, bit for
+bit (batch-invariant).
 
-Storage: numbers [N, B * bytes of a block's numbers] as the format has them, but int8 as number + 128; scales and minima [B, N] in float16.
-N and B are rounded up to whole tiles and filled with zeros, so that no load of weights has a mask.
+Storage: numbers [N, B * bytes of a block's numbers] as the format has them, but int8 as number +
+128; scales and minima [B, N] in float16. N and B are rounded up to whole tiles and filled with
+zeros, so that no load of weights has a mask.
 
-Shape letters: T rows of x, I input and O output columns, N rows of the matrix, B blocks of a row, j bytes of a row, k inputs of a block.
+Shape letters: T rows of x, I input and O output columns, N rows of the matrix, B blocks of a row, j
+bytes of a row, k inputs of a block.
 """
 
 from dataclasses import dataclass
@@ -31,7 +36,8 @@ OUTPUTS, INPUTS = 64, 128
 PROGRAMS = 384
 """As many are wanted at least: three for each of the 58 to 132 processors of most GPUs."""
 MOST_ROWS = 512
-"""Up to so many rows are multiplied by the kernel, whose time grows with each tile of rows; for more the matrix is dequantized once."""
+"""Up to so many rows are multiplied by the kernel, whose time grows with each tile of rows; for
+more the matrix is dequantized once."""
 ROWS_AT_ONCE = 512
 """Of a launch: bounds the memory of partial sums where tiles are fixed."""
 DEQUANTIZED_AT_ONCE = 2**24
@@ -49,10 +55,16 @@ class Tile:
     stages: int
 
 
-TILES = (Tile(16, OUTPUTS, INPUTS, 4, 5), Tile(32, OUTPUTS, INPUTS, 4, 5), Tile(64, OUTPUTS, INPUTS, 4, 4))
-"""For x in 16 bits: the first with room for all rows, or the last. 99 KiB of shared memory hold any (compute capability 8.6 and 8.9)."""
+TILES = (
+    Tile(16, OUTPUTS, INPUTS, 4, 5),
+    Tile(32, OUTPUTS, INPUTS, 4, 5),
+    Tile(64, OUTPUTS, INPUTS, 4, 4),
+)
+"""For x in 16 bits: the first with room for all rows, or the last. 99 KiB of shared memory hold any
+(compute capability 8.6 and 8.9)."""
 FLOAT32_TILE = Tile(16, 32, BLOCK, 4, 2)
-"""Exact products. For 64 outputs Triton would take the tensor cores of sm_100, which round float32."""
+"""Exact products. For 64 outputs Triton would take the tensor cores of sm_100, which round
+float32."""
 
 
 class BlockWeights(NamedTuple):
@@ -80,7 +92,11 @@ def _weights(bits_Nj, scale_NB1, minimum_NB1, ZERO: tl.constexpr):
     floats_Nj = (bits_Nj | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
     weight_NBk = tl.reshape(floats_Nj, [bits_Nj.shape[0], scale_NB1.shape[1], NUMBERS])
     # scale * q is exact, so that a fused sum rounds as two operations do.
-    weight_NBk = weight_NBk * scale_NB1 if minimum_NB1 is None else tl.fma(weight_NBk, scale_NB1, minimum_NB1)
+    weight_NBk = (
+        weight_NBk * scale_NB1
+        if minimum_NB1 is None
+        else tl.fma(weight_NBk, scale_NB1, minimum_NB1)
+    )
     return tl.reshape(weight_NBk, [bits_Nj.shape[0], bits_Nj.shape[1]])
 
 
@@ -88,7 +104,9 @@ def _weights(bits_Nj, scale_NB1, minimum_NB1, ZERO: tl.constexpr):
 def _rows_of_x(x_ptr, row_T, num_rows, input_j, INPUTS: tl.constexpr, UPCAST: tl.constexpr):
     """x^T at these inputs, [j, T]; zeros where there are none."""
     there_jT = (row_T < num_rows)[None, :] & (input_j < INPUTS)[:, None]
-    x_jT = tl.load(x_ptr + row_T.to(tl.int64)[None, :] * INPUTS + input_j[:, None], mask=there_jT, other=0.0)
+    x_jT = tl.load(
+        x_ptr + row_T.to(tl.int64)[None, :] * INPUTS + input_j[:, None], mask=there_jT, other=0.0
+    )
     return x_jT.to(tl.float32) if UPCAST else x_jT
 
 
@@ -96,12 +114,15 @@ def _rows_of_x(x_ptr, row_T, num_rows, input_j, INPUTS: tl.constexpr, UPCAST: tl
 @triton.jit(do_not_specialize=["num_rows"])
 def block_product(
     x_ptr, numbers_ptr, scales_ptr, minima_ptr, bias_ptr, y_ptr, num_rows,
-    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    PART: tl.constexpr, PARTS: tl.constexpr,
     UPCAST: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, p): tile i of y or, where there are several parts, of the sums of part p, in float32 [PARTS, T, O].
+    """Program (i, p): tile i of y or, where there are several parts, of the sums of part p, in
+    float32 [PARTS, T, O].
 
-    Weights are the left operand: Hopper's tensor cores take that one, and only that one, from registers.
+    Weights are the left operand: Hopper's tensor cores take that one, and only that one, from
+    registers.
     """
     num_row_tiles, part = tl.cdiv(num_rows, BLOCK_T), tl.program_id(1)
     # Tiles with the same weights are adjacent, so that these are read from memory once.
@@ -120,7 +141,8 @@ def block_product(
         if minima_ptr is None:
             w_Oj = _weights(bits_Oj, scale_OB1, None, 128).to(x_jT.dtype)
         else:
-            # A byte holds the numbers of inputs k and k + 16 of a block. The latter's bits are 16 times the number.
+            # A byte holds the numbers of inputs k and k + 16 of a block. The latter's bits are 16
+            # times the number.
             minimum_OB1 = _of_blocks(minima_ptr, first // 32 + block_B, column_O, ROWS)
             w_Oj = _weights(bits_Oj & 15, scale_OB1, minimum_OB1, 0).to(x_jT.dtype)
             sum_OT = tl.dot(w_Oj, x_jT, sum_OT, input_precision="ieee")
@@ -128,29 +150,48 @@ def block_product(
             w_Oj = _weights(bits_Oj & 240, scale_OB1 * 0.0625, minimum_OB1, 0).to(x_jT.dtype)
         sum_OT = tl.dot(w_Oj, x_jT, sum_OT, input_precision="ieee")
     if PARTS == 1 and bias_ptr is not None:
-        sum_OT += tl.load(bias_ptr + column_O, mask=column_O < OUTPUTS, other=0.0).to(tl.float32)[:, None]
+        sum_OT += tl.load(bias_ptr + column_O, mask=column_O < OUTPUTS, other=0.0).to(tl.float32)[
+            :, None
+        ]
     y_ptrs = y_ptr + (part.to(tl.int64) * num_rows + row_T)[None, :] * OUTPUTS + column_O[:, None]
-    tl.store(y_ptrs, sum_OT.to(y_ptr.dtype.element_ty), mask=(row_T < num_rows)[None, :] & (column_O < OUTPUTS)[:, None])
+    tl.store(
+        y_ptrs,
+        sum_OT.to(y_ptr.dtype.element_ty),
+        mask=(row_T < num_rows)[None, :] & (column_O < OUTPUTS)[:, None],
+    )
 
 
 @triton.jit(do_not_specialize=["first_row", "num_rows"])
 def dequantize(
     numbers_ptr, scales_ptr, minima_ptr, ids_ptr, y_ptr, first_row, num_rows,
-    INPUTS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_I: tl.constexpr,
+    INPUTS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_I: tl.constexpr,
 ):  # fmt: skip
-    """Program (n, i): a tile of y [N, I], the rows of these ids or, where there are none, the rows from first_row on."""
+    """Program (n, i): a tile of y [N, I], the rows of these ids or, where there are none, the rows
+    from first_row on.
+    """
     index_N, first = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_I
     there_N = index_N < num_rows
-    row_N = (first_row + index_N).to(tl.int64) if ids_ptr is None else tl.load(ids_ptr + index_N, mask=there_N, other=0)
+    row_N = (
+        (first_row + index_N).to(tl.int64)
+        if ids_ptr is None
+        else tl.load(ids_ptr + index_N, mask=there_N, other=0)
+    )
     BYTES: tl.constexpr = 32 if minima_ptr is None else 16
     byte_j, block_B = tl.arange(0, BLOCK_I // 32 * BYTES), first // 32 + tl.arange(0, BLOCK_I // 32)
-    bits_Nj = tl.load(numbers_ptr + row_N[:, None] * (BLOCKS * BYTES) + first // 32 * BYTES + byte_j[None, :]).to(tl.int32)
+    bits_Nj = tl.load(
+        numbers_ptr + row_N[:, None] * (BLOCKS * BYTES) + first // 32 * BYTES + byte_j[None, :]
+    ).to(tl.int32)
     scale_NB1 = _of_blocks(scales_ptr, block_B, row_N, ROWS)
     input_j = first + byte_j // BYTES * 32 + byte_j % BYTES
     y_ptrs = y_ptr + index_N.to(tl.int64)[:, None] * INPUTS + input_j[None, :]
     number_type = y_ptr.dtype.element_ty
     if minima_ptr is None:
-        tl.store(y_ptrs, _weights(bits_Nj, scale_NB1, None, 128).to(number_type), mask=there_N[:, None] & (input_j < INPUTS)[None, :])
+        tl.store(
+            y_ptrs,
+            _weights(bits_Nj, scale_NB1, None, 128).to(number_type),
+            mask=there_N[:, None] & (input_j < INPUTS)[None, :],
+        )
     else:
         minimum_NB1 = _of_blocks(minima_ptr, block_B, row_N, ROWS)
         w_Nj = _weights(bits_Nj & 15, scale_NB1, minimum_NB1, 0).to(number_type)
@@ -163,10 +204,16 @@ def choose(num_rows: int, itemsize: int, fixed_tile: bool) -> Tile:
     """The tile of a product of x with so many rows of numbers of this size."""
     if itemsize == 4:
         return FLOAT32_TILE
-    return TILES[-1] if fixed_tile else next((tile for tile in TILES if num_rows <= tile.rows), TILES[-1])
+    return (
+        TILES[-1]
+        if fixed_tile
+        else next((tile for tile in TILES if num_rows <= tile.rows), TILES[-1])
+    )
 
 
-def multiply_blocks(x_TI: Tensor, weights: BlockWeights, bias_O: Tensor | None = None, *, fixed_tile: bool = False) -> Tensor:
+def multiply_blocks(
+    x_TI: Tensor, weights: BlockWeights, bias_O: Tensor | None = None, *, fixed_tile: bool = False
+) -> Tensor:
     """x W^T + b in x's dtype. With a fixed tile a row's bits do not depend on the other rows."""
     x_TI, num_rows = in_place(x_TI), len(x_TI)
     y_TO = x_TI.new_empty(num_rows, weights.num_outputs)
@@ -179,7 +226,9 @@ def multiply_blocks(x_TI: Tensor, weights: BlockWeights, bias_O: Tensor | None =
     return y_TO
 
 
-def _multiply(x_TI: Tensor, weights: BlockWeights, bias_O: Tensor | None, y_TO: Tensor, tile: Tile) -> None:
+def _multiply(
+    x_TI: Tensor, weights: BlockWeights, bias_O: Tensor | None, y_TO: Tensor, tile: Tile
+) -> None:
     numbers_Nj, scales_BN, minima_BN, num_outputs, num_inputs = weights
     num_rows, (num_blocks, stored_rows) = len(x_TI), scales_BN.shape
     part = part_of(num_inputs, -(-num_outputs // OUTPUTS), PROGRAMS, INPUTS)
@@ -196,7 +245,9 @@ def _multiply(x_TI: Tensor, weights: BlockWeights, bias_O: Tensor | None, y_TO: 
         join_parts(sums, bias_O, y_TO)
 
 
-def _multiply_dequantized(x_TI: Tensor, weights: BlockWeights, bias_O: Tensor | None, y_TO: Tensor) -> None:
+def _multiply_dequantized(
+    x_TI: Tensor, weights: BlockWeights, bias_O: Tensor | None, y_TO: Tensor
+) -> None:
     """By torch, of some rows of W at a time."""
     step = max(1, DEQUANTIZED_AT_ONCE // weights.num_inputs // OUTPUTS) * OUTPUTS
     for first in range(0, weights.num_outputs, step):
@@ -208,14 +259,19 @@ def _multiply_dequantized(x_TI: Tensor, weights: BlockWeights, bias_O: Tensor | 
             torch.addmm(bias_O[some], x_TI, weight_NI.T, out=y_TO[:, some])
 
 
-def dequantized(weights: BlockWeights, first: int, count: int, dtype: torch.dtype, ids_N: Tensor | None = None) -> Tensor:
-    """`count` rows of W, by number or, without ids, from `first` on, which is a multiple of OUTPUTS. -> weight_NI"""
+def dequantized(
+    weights: BlockWeights, first: int, count: int, dtype: torch.dtype, ids_N: Tensor | None = None
+) -> Tensor:
+    """`count` rows of W, by number or, without ids, from `first` on, which is a multiple of
+    OUTPUTS. -> weight_NI
+    """
     numbers_Nj, scales_BN, minima_BN, _, num_inputs = weights
     num_blocks, stored_rows = scales_BN.shape
     y_NI = scales_BN.new_empty(count, num_inputs, dtype=dtype)
     if count:
         dequantize[(-(-count // OUTPUTS), num_blocks * BLOCK // INPUTS)](
-            numbers_Nj, scales_BN, minima_BN, None if ids_N is None else in_place(ids_N), y_NI, first, count,
+            numbers_Nj, scales_BN, minima_BN, None if ids_N is None else in_place(ids_N), y_NI,
+            first, count,
             num_inputs, stored_rows, num_blocks, OUTPUTS, INPUTS, num_warps=4, **EXACT,
         )  # fmt: skip
     return y_NI

@@ -1,6 +1,8 @@
-"""The GPU as a Device: CUDA's streams, events, graphs and memory, and our Triton kernels where Triton is installed.
+"""The GPU as a Device: CUDA's streams, events, graphs and memory, and our Triton kernels where
+Triton is installed.
 
-Shape letters: S rows of logits, V vocabulary, F rows whose largest logits are wanted, K how many of them.
+Shape letters: S rows of logits, V vocabulary, F rows whose largest logits are wanted, K how many of
+them.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +40,9 @@ class CudaEvent:
 
 
 class CudaStream:
-    """torch's current CUDA stream, whose calls return before their work is done, and CUDA graphs."""
+    """torch's current CUDA stream, whose calls return before their work is done, and CUDA
+    graphs.
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -56,7 +60,9 @@ class CudaStream:
         self._aside.wait_stream(current)
         try:
             with torch.cuda.stream(self._aside):
-                work()  # Compiles kernels and lets libraries take their workspaces, which is not possible within a capture.
+                # Compiles kernels and lets libraries take their workspaces, which is not possible
+                # within a capture.
+                work()
             current.wait_stream(self._aside)
             with torch.cuda.graph(graph, pool=self._pool, stream=self._aside):
                 work()
@@ -68,7 +74,9 @@ class CudaStream:
 
 
 class GpuDevice(Device):
-    """The current GPU. Over torch's CPU it computes with the same kernels under Triton's interpreter, and has no streams and graphs."""
+    """The current GPU. Over torch's CPU it computes with the same kernels under Triton's
+    interpreter, and has no streams and graphs.
+    """
 
     name = "cuda"
     default_dtype = torch.bfloat16
@@ -76,7 +84,8 @@ class GpuDevice(Device):
     warms_up = True
     invariant_backend = "triton"
     invariant_backend_needs = (
-        "triton (`.venv/bin/pip install -c constraints.txt -e '.[gpu]'` in onehead's checkout), cache.page_size a power of two "
+        "triton (`.venv/bin/pip install -c constraints.txt -e '.[gpu]'` in onehead's checkout), "
+        "cache.page_size a power of two "
         "from 16, and keys of at most 576 columns"
     )
 
@@ -105,16 +114,26 @@ class GpuDevice(Device):
 
     def _block_products(self, quantization: str, deterministic: bool) -> Products:
         if not self._has_kernels:
-            raise OptionError(f"engine.quantization {quantization} on {self.name} needs triton; expected none without it")
+            raise OptionError(
+                f"engine.quantization {quantization} on {self.name} needs triton; expected none "
+                "without it"
+            )
         from model.devices.gpu.block_modules import BlockProducts, InvariantBlockProducts
 
-        return InvariantBlockProducts(quantization, "triton") if deterministic else BlockProducts(quantization, "cublas")
+        return (
+            InvariantBlockProducts(quantization, "triton")
+            if deterministic
+            else BlockProducts(quantization, "cublas")
+        )
 
     def check_float8(self) -> None:
         found = torch.cuda.get_device_capability(self.torch_device)
         if found < FLOAT8_CAPABILITY:
             has, needed = (f"{major}.{minor}" for major, minor in (found, FLOAT8_CAPABILITY))
-            raise OptionError(f"cache.dtype fp8: this GPU has compute capability {has}, expected {needed} or more; leave it out")
+            raise OptionError(
+                f"cache.dtype fp8: this GPU has compute capability {has}, expected {needed} or "
+                "more; leave it out"
+            )
 
     def memory(self) -> tuple[int, int]:
         return torch.cuda.mem_get_info(self.torch_device)
@@ -135,8 +154,12 @@ class GpuDevice(Device):
             error = own
         return card.failure(error) if isinstance(error, torch.AcceleratorError) else ""
 
-    def step_bytes(self, prepare: Callable[[], Callable[[StepPlan], object]], plans: Sequence[StepPlan]) -> int:
-        """The sum of what the plans take at their peaks: captured steps have memory of their own."""
+    def step_bytes(
+        self, prepare: Callable[[], Callable[[StepPlan], object]], plans: Sequence[StepPlan]
+    ) -> int:
+        """The sum of what the plans take at their peaks: captured steps have memory of their
+        own.
+        """
         held = torch.cuda.memory_allocated(self.torch_device)
         run = prepare()
         total = torch.cuda.memory_allocated(self.torch_device) - held
@@ -166,7 +189,9 @@ class GpuDevice(Device):
         return values.pin_memory() if self._is_real else values
 
     def download(self, x: Tensor) -> Tensor:
-        return torch.empty(x.shape, dtype=x.dtype, pin_memory=self._is_real).copy_(x, non_blocking=True)
+        return torch.empty(x.shape, dtype=x.dtype, pin_memory=self._is_real).copy_(
+            x, non_blocking=True
+        )
 
     def summary(self, logits_SV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if not self._has_kernels:
@@ -176,18 +201,23 @@ class GpuDevice(Device):
         return summary(logits_SV)
 
     def row_draws(self, num_rows: int, num_tokens: int) -> RowDraws | None:
-        """Seeds draw other tokens than on a CPU: to generate the CPU's noise on the host would take longer than a step of the GPU."""
+        """Seeds draw other tokens than on a CPU: to generate the CPU's noise on the host would take
+        longer than a step of the GPU.
+        """
         if not self._has_kernels:
             return None
         from model.devices.gpu.drawing import KernelDraws
 
-        # Kept: steps launched kernel by kernel would allocate and clear them each time. The next draw is after this one's results.
+        # Kept: steps launched kernel by kernel would allocate and clear them each time. The next
+        # draw is after this one's results.
         if self._draws is None or not self._draws.holds(num_rows, num_tokens):
             self._draws = KernelDraws(num_rows, num_tokens, self.torch_device)
         return self._draws
 
     def largest(self, logits_FV: Tensor, count: int) -> Tensor:
-        """torch's topk chooses among equal logits differently for large batches, so `order` makes them unequal first."""
+        """torch's topk chooses among equal logits differently for large batches, so `order` makes
+        them unequal first.
+        """
         return order(logits_FV).topk(count, dim=-1).indices
 
     def raise_if_broken(self) -> None:
@@ -196,7 +226,9 @@ class GpuDevice(Device):
 
 
 def order(logits_FV: Tensor) -> Tensor:
-    """Integers, no two of a row alike, that are ordered as the logits are; of equal logits the first id comes first."""
+    """Integers, no two of a row alike, that are ordered as the logits are; of equal logits the
+    first id comes first.
+    """
     bits_FV = logits_FV.contiguous().view(torch.int32)
     # A float's bits increase with it from 0 on, and decrease below.
     ordered_FV = torch.where(bits_FV < 0, bits_FV ^ 0x7FFFFFFF, bits_FV).long()

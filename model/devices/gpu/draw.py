@@ -1,13 +1,16 @@
-"""Kernels that draw tokens: the race of a row's tokens, its logits' adjustment, and the filters top-k and top-p.
+"""Kernels that draw tokens: the race of a row's tokens, its logits' adjustment, and the filters
+top-k and top-p.
 
-A draw is an exponential race (docs/why.md#draws-as-races): token v finishes at t_v / p_v, the first one is drawn.
-t_v comes from Philox (Salmon et al. 2011) with the seed as its key and a counter of block, output index and choice;
-each of a call's four words belongs to one token, so that the block size is part of the definition.
-model/draw_words.py says what settings, changes and limits are. Invariant: a row's results are a pure function of its
-own logits and settings, bit for bit: its parts are joined in their order, by whichever program finishes last. It
-knows nothing of requests; gpu/drawing.py launches these kernels.
+A draw is an exponential race (docs/why.md#draws-as-races): token v finishes at t_v / p_v, the first
+one is drawn. t_v comes from Philox (Salmon et al. 2011) with the seed as its key and a counter of
+block, output index and choice; each of a call's four words belongs to one token, so that the block
+size is part of the definition. model/draw_words.py says what settings, changes and limits are.
+Invariant: a row's results are a pure function of its own logits and settings, bit for bit: its
+parts are joined in their order, by whichever program finishes last. It knows nothing of requests;
+gpu/drawing.py launches these kernels.
 
-Shape letters: B tokens of a block, Q a quarter of these, P parts of a row, E entries of a list, D hidden size, K keys of 8 bits.
+Shape letters: B tokens of a block, Q a quarter of these, P parts of a row, E entries of a list, D
+hidden size, K keys of 8 bits.
 """
 
 import triton
@@ -16,13 +19,17 @@ import triton.language as tl
 from model.draw_words import NUM_CHANGES, NUM_LIMITS, NUM_SETTINGS
 
 BLOCK = 2048
-SETTINGS, CHANGES, LIMITS = tl.constexpr(NUM_SETTINGS), tl.constexpr(NUM_CHANGES), tl.constexpr(NUM_LIMITS)
+SETTINGS, CHANGES, LIMITS = (
+    tl.constexpr(NUM_SETTINGS),
+    tl.constexpr(NUM_CHANGES),
+    tl.constexpr(NUM_LIMITS),
+)
 RESULTS = tl.constexpr(5)
-"""Of a row, 32 bits each: token; log-probability, normaliser and largest logit as float32; 1 if its states are finite, plus 2 if these
-numbers are."""
+"""Of a row, 32 bits each: token; log-probability, normaliser and largest logit as float32; 1 if its
+states are finite, plus 2 if these numbers are."""
 PART_FIELDS = tl.constexpr(6)
-"""Of a part of a row, 32 bits each: largest logit, sum of exponentials, place of the largest, whether states are finite; where the row is
-drawn at random the best speed and its place.
+"""Of a part of a row, 32 bits each: largest logit, sum of exponentials, place of the largest,
+whether states are finite; where the row is drawn at random the best speed and its place.
 """
 SMALLEST_STEP = tl.constexpr(5.9604645e-08)
 FIRST_PENALTY = tl.constexpr(8)
@@ -43,37 +50,62 @@ def _float(ptr):
 
 @triton.jit
 def _first_largest(a_Q, b_Q, c_Q, d_Q, index_Q, QUARTER: tl.constexpr):
-    """The largest number of a block in four quarters, and its first place; the block's size where there is none, as with NaN."""
+    """The largest number of a block in four quarters, and its first place; the block's size where
+    there is none, as with NaN.
+    """
     largest = tl.max(tl.maximum(tl.maximum(a_Q, b_Q), tl.maximum(c_Q, d_Q)), 0)
-    place_Q = tl.where(c_Q == largest, index_Q + 2 * QUARTER, tl.where(d_Q == largest, index_Q + 3 * QUARTER, 4 * QUARTER))
-    place_Q = tl.where(a_Q == largest, index_Q, tl.where(b_Q == largest, index_Q + QUARTER, place_Q))
+    place_Q = tl.where(
+        c_Q == largest,
+        index_Q + 2 * QUARTER,
+        tl.where(d_Q == largest, index_Q + 3 * QUARTER, 4 * QUARTER),
+    )
+    place_Q = tl.where(
+        a_Q == largest, index_Q, tl.where(b_Q == largest, index_Q + QUARTER, place_Q)
+    )
     return largest, tl.min(place_Q, 0)
 
 
 @triton.jit
 def _words(settings_ptr, block, index_Q, QUARTER: tl.constexpr):
     """Four random words for each index: of the tokens of the block's four quarters."""
-    low, high = tl.load(settings_ptr + 2).to(tl.uint32, bitcast=True), tl.load(settings_ptr + 3).to(tl.uint32, bitcast=True)
+    low, high = (
+        tl.load(settings_ptr + 2).to(tl.uint32, bitcast=True),
+        tl.load(settings_ptr + 3).to(tl.uint32, bitcast=True),
+    )
     seed = (high.to(tl.uint64) << 32) | low.to(tl.uint64)
     zero_Q = index_Q * 0
-    return tl.philox(seed, block * QUARTER + index_Q, zero_Q + tl.load(settings_ptr + 5), zero_Q + tl.load(settings_ptr + 4), zero_Q)
+    return tl.philox(
+        seed,
+        block * QUARTER + index_Q,
+        zero_Q + tl.load(settings_ptr + 5),
+        zero_Q + tl.load(settings_ptr + 4),
+        zero_Q,
+    )
 
 
 @triton.jit
 def _speed(share_B, word_B):
-    """The logarithm of p / t up to a constant: share - log(-log(1 - u)) with u = (word + 1/2) / 2^32. Tokens that win have a small u, where
-    1 - u would lose its digits: there the logarithm is a series.
+    """The logarithm of p / t up to a constant: share - log(-log(1 - u)) with u = (word + 1/2) /
+    2^32. Tokens that win have a small u, where 1 - u would lose its digits: there the logarithm is
+    a series.
     """
     u_B = (word_B.to(tl.uint32, bitcast=True).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     series_B = u_B * (1.0 + u_B * (0.5 + u_B * (0.33333334 + u_B * 0.25)))
-    return share_B - tl.log(tl.where(u_B < 0.01, series_B, -tl.log(tl.maximum(1.0 - u_B, SMALLEST_STEP))))
+    return share_B - tl.log(
+        tl.where(u_B < 0.01, series_B, -tl.log(tl.maximum(1.0 - u_B, SMALLEST_STEP)))
+    )
 
 
 @triton.jit
 def _fastest(a_Q, b_Q, c_Q, d_Q, settings_ptr, block, index_Q, QUARTER: tl.constexpr):
     """The best speed in a block, given the shares of its four quarters, and its first place."""
     word_a, word_b, word_c, word_d = _words(settings_ptr, block, index_Q, QUARTER)
-    a_Q, b_Q, c_Q, d_Q = _speed(a_Q, word_a), _speed(b_Q, word_b), _speed(c_Q, word_c), _speed(d_Q, word_d)
+    a_Q, b_Q, c_Q, d_Q = (
+        _speed(a_Q, word_a),
+        _speed(b_Q, word_b),
+        _speed(c_Q, word_c),
+        _speed(d_Q, word_d),
+    )
     return _first_largest(a_Q, b_Q, c_Q, d_Q, index_Q, QUARTER)
 
 
@@ -85,29 +117,54 @@ def _order(x_B):
 
 
 @triton.jit
-def _share_among(start_ptr, token_B, settings_ptr, largest, lowest, bound, end, COLUMNS: tl.constexpr):
-    """Shares of the tokens that take part (within min-p, of order `lowest` at least, and before token `end`, whose order is `bound`); -inf
-    of the others.
+def _share_among(
+    start_ptr, token_B, settings_ptr, largest, lowest, bound, end, COLUMNS: tl.constexpr
+):
+    """Shares of the tokens that take part (within min-p, of order `lowest` at least, and before
+    token `end`, whose order is `bound`); -inf of the others.
     """
     x_B = _block(start_ptr, token_B, COLUMNS)
     share_B, order_B = (x_B - largest) * _float(settings_ptr), _order(x_B)
     before_B = (order_B > bound) | ((order_B == bound) & (token_B < end))
-    return tl.where((share_B >= _float(settings_ptr + 1)) & (order_B >= lowest) & before_B, share_B, float("-inf"))
+    return tl.where(
+        (share_B >= _float(settings_ptr + 1)) & (order_B >= lowest) & before_B,
+        share_B,
+        float("-inf"),
+    )
 
 
 @triton.jit
-def _race(start_ptr, settings_ptr, largest, lowest, bound, end, COLUMNS: tl.constexpr, BLOCK_B: tl.constexpr):
-    """The winner among those tokens of a row that take part, see `_share_among`, computed by one program."""
+def _race(
+    start_ptr,
+    settings_ptr,
+    largest,
+    lowest,
+    bound,
+    end,
+    COLUMNS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """The winner among those tokens of a row that take part, see `_share_among`, computed by one
+    program.
+    """
     QUARTER: tl.constexpr = BLOCK_B // 4
     index_Q = tl.arange(0, QUARTER)
     best, winner = tl.full([], float("-inf"), tl.float32), tl.full([], COLUMNS - 1, tl.int32)
     for first in range(0, COLUMNS, BLOCK_B):
         at_Q = first + index_Q
         a_Q = _share_among(start_ptr, at_Q, settings_ptr, largest, lowest, bound, end, COLUMNS)
-        b_Q = _share_among(start_ptr, at_Q + QUARTER, settings_ptr, largest, lowest, bound, end, COLUMNS)
-        c_Q = _share_among(start_ptr, at_Q + 2 * QUARTER, settings_ptr, largest, lowest, bound, end, COLUMNS)
-        d_Q = _share_among(start_ptr, at_Q + 3 * QUARTER, settings_ptr, largest, lowest, bound, end, COLUMNS)
-        fastest, place = _fastest(a_Q, b_Q, c_Q, d_Q, settings_ptr, first // BLOCK_B, index_Q, QUARTER)
+        b_Q = _share_among(
+            start_ptr, at_Q + QUARTER, settings_ptr, largest, lowest, bound, end, COLUMNS
+        )
+        c_Q = _share_among(
+            start_ptr, at_Q + 2 * QUARTER, settings_ptr, largest, lowest, bound, end, COLUMNS
+        )
+        d_Q = _share_among(
+            start_ptr, at_Q + 3 * QUARTER, settings_ptr, largest, lowest, bound, end, COLUMNS
+        )
+        fastest, place = _fastest(
+            a_Q, b_Q, c_Q, d_Q, settings_ptr, first // BLOCK_B, index_Q, QUARTER
+        )
         winner = tl.where(fastest > best, first + place, winner)
         best = tl.maximum(fastest, best)
     return tl.minimum(winner, COLUMNS - 1)
@@ -115,7 +172,9 @@ def _race(start_ptr, settings_ptr, largest, lowest, bound, end, COLUMNS: tl.cons
 
 @triton.jit
 def _store_token(drawn_ptr, results_ptr, model_ptr, row, token, normaliser, model_stride):
-    """A row's token, also for the next step, and its log-probability under the model's own distribution."""
+    """A row's token, also for the next step, and its log-probability under the model's own
+    distribution.
+    """
     if drawn_ptr is not None:
         tl.store(drawn_ptr + row, token.to(tl.int64))
     logit = tl.load(model_ptr + row.to(tl.int64) * model_stride + token).to(tl.float32)
@@ -124,28 +183,54 @@ def _store_token(drawn_ptr, results_ptr, model_ptr, row, token, normaliser, mode
 
 
 @triton.jit
-def _join(start_ptr, settings_ptr, part_ptr, num_blocks, COLUMNS: tl.constexpr, BLOCK_B: tl.constexpr, NUM_PARTS: tl.constexpr):
-    """Of a row, by its parts: the token, the logarithm of the sum of exponentials, the largest logit, whether states are finite."""
+def _join(
+    start_ptr,
+    settings_ptr,
+    part_ptr,
+    num_blocks,
+    COLUMNS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+):
+    """Of a row, by its parts: the token, the logarithm of the sum of exponentials, the largest
+    logit, whether states are finite.
+    """
     part_P = tl.arange(0, NUM_PARTS)
     there_P, inverse = part_P < num_blocks, _float(settings_ptr)
     # Volatile: not from a cache that other programs' stores do not reach.
-    peak_P = tl.load(part_ptr + part_P, mask=there_P, other=0, volatile=True).to(tl.float32, bitcast=True)
+    peak_P = tl.load(part_ptr + part_P, mask=there_P, other=0, volatile=True).to(
+        tl.float32, bitcast=True
+    )
     peak_P = tl.where(there_P, peak_P, float("-inf"))
-    total_P = tl.load(part_ptr + NUM_PARTS + part_P, mask=there_P, other=0, volatile=True).to(tl.float32, bitcast=True)
-    place_P = tl.load(part_ptr + 2 * NUM_PARTS + part_P, mask=there_P, other=COLUMNS - 1, volatile=True)
+    total_P = tl.load(part_ptr + NUM_PARTS + part_P, mask=there_P, other=0, volatile=True).to(
+        tl.float32, bitcast=True
+    )
+    place_P = tl.load(
+        part_ptr + 2 * NUM_PARTS + part_P, mask=there_P, other=COLUMNS - 1, volatile=True
+    )
     finite_P = tl.load(part_ptr + 3 * NUM_PARTS + part_P, mask=there_P, other=1, volatile=True)
     largest = tl.max(peak_P, 0)
     # Of NaN there is no largest: the row fails, but its token must be a valid id.
     token = tl.min(tl.where(peak_P == largest, place_P, COLUMNS - 1), 0)
     if inverse > 0.0:
-        speed_P = tl.load(part_ptr + 4 * NUM_PARTS + part_P, mask=there_P, other=0, volatile=True).to(tl.float32, bitcast=True)
+        speed_P = tl.load(
+            part_ptr + 4 * NUM_PARTS + part_P, mask=there_P, other=0, volatile=True
+        ).to(tl.float32, bitcast=True)
         speed_P = tl.where(there_P, speed_P + (peak_P - largest) * inverse, float("-inf"))
-        place_P = tl.load(part_ptr + 5 * NUM_PARTS + part_P, mask=there_P, other=COLUMNS - 1, volatile=True)
-        token = tl.minimum(tl.min(tl.where(speed_P == tl.max(speed_P, 0), place_P, COLUMNS - 1), 0), COLUMNS - 1)
+        place_P = tl.load(
+            part_ptr + 5 * NUM_PARTS + part_P, mask=there_P, other=COLUMNS - 1, volatile=True
+        )
+        token = tl.minimum(
+            tl.min(tl.where(speed_P == tl.max(speed_P, 0), place_P, COLUMNS - 1), 0), COLUMNS - 1
+        )
         # What wins among all and is within min-p wins among those within min-p.
-        if (tl.load(start_ptr + token).to(tl.float32) - largest) * inverse < _float(settings_ptr + 1):
+        if (tl.load(start_ptr + token).to(tl.float32) - largest) * inverse < _float(
+            settings_ptr + 1
+        ):
             anywhere = tl.zeros([], tl.uint32)
-            token = _race(start_ptr, settings_ptr, largest, anywhere, anywhere, COLUMNS, COLUMNS, BLOCK_B)
+            token = _race(
+                start_ptr, settings_ptr, largest, anywhere, anywhere, COLUMNS, COLUMNS, BLOCK_B
+            )
     normaliser = tl.log(tl.sum(tl.exp(peak_P - largest) * total_P, 0)) + largest
     return tl.minimum(token, COLUMNS - 1), normaliser, largest, tl.min(finite_P, 0)
 
@@ -159,13 +244,17 @@ def _are_finite(state_ptr, column_D, DEPTH: tl.constexpr):
 
 @triton.jit
 def draw(
-    logits_ptr, model_ptr, words_ptr, settings_ptr, states_ptr, parts_ptr, counters_ptr, drawn_ptr, results_ptr,
-    logits_stride, model_stride, states_stride, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PIECE: tl.constexpr, BLOCK_B: tl.constexpr,
+    logits_ptr, model_ptr, words_ptr, settings_ptr, states_ptr, parts_ptr, counters_ptr, drawn_ptr,
+    results_ptr,
+    logits_stride, model_stride, states_stride, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    PIECE: tl.constexpr, BLOCK_B: tl.constexpr,
     NUM_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, s): block i of row s of the logits; the last one of a row joins its parts, and sets the row's counter back to 0.
+    """Program (i, s): block i of row s of the logits; the last one of a row joins its parts, and
+    sets the row's counter back to 0.
 
-    With `words_ptr` the logits are adjusted ones: row s is the row of the model's and of the results, partly known, that the changes name.
+    With `words_ptr` the logits are adjusted ones: row s is the row of the model's and of the
+    results, partly known, that the changes name.
     """
     QUARTER: tl.constexpr = BLOCK_B // 4
     block, place = tl.program_id(0), tl.program_id(1)
@@ -176,9 +265,13 @@ def draw(
     settings_ptr += row * SETTINGS
     at_Q, inverse = first + index_Q, _float(settings_ptr)
     a_Q, b_Q = _block(start_ptr, at_Q, COLUMNS), _block(start_ptr, at_Q + QUARTER, COLUMNS)
-    c_Q, d_Q = _block(start_ptr, at_Q + 2 * QUARTER, COLUMNS), _block(start_ptr, at_Q + 3 * QUARTER, COLUMNS)
+    c_Q, d_Q = (
+        _block(start_ptr, at_Q + 2 * QUARTER, COLUMNS),
+        _block(start_ptr, at_Q + 3 * QUARTER, COLUMNS),
+    )
     peak, likeliest = _first_largest(a_Q, b_Q, c_Q, d_Q, index_Q, QUARTER)
-    # Differences from the block's largest are exact where they matter; the join adds what that lacks from the row's.
+    # Differences from the block's largest are exact where they matter; the join adds what that
+    # lacks from the row's.
     base = tl.where(peak == float("-inf"), 0.0, peak)
     a_Q, b_Q, c_Q, d_Q = a_Q - base, b_Q - base, c_Q - base, d_Q - base
     part_ptr = parts_ptr + place * PART_FIELDS * NUM_PARTS
@@ -188,17 +281,32 @@ def draw(
     tl.store(part_ptr + 2 * NUM_PARTS + block, first + likeliest)
     finite = tl.full([], 1, tl.int32)
     if states_ptr is not None:
-        finite = _are_finite(states_ptr + row.to(tl.int64) * states_stride, block * PIECE + tl.arange(0, PIECE), DEPTH)
+        finite = _are_finite(
+            states_ptr + row.to(tl.int64) * states_stride,
+            block * PIECE + tl.arange(0, PIECE),
+            DEPTH,
+        )
     tl.store(part_ptr + 3 * NUM_PARTS + block, finite)
     if inverse > 0.0:
-        fastest, winner = _fastest(a_Q * inverse, b_Q * inverse, c_Q * inverse, d_Q * inverse, settings_ptr, block, index_Q, QUARTER)
+        fastest, winner = _fastest(
+            a_Q * inverse,
+            b_Q * inverse,
+            c_Q * inverse,
+            d_Q * inverse,
+            settings_ptr,
+            block,
+            index_Q,
+            QUARTER,
+        )
         tl.store(part_ptr + 4 * NUM_PARTS + block, fastest.to(tl.int32, bitcast=True))
         tl.store(part_ptr + 5 * NUM_PARTS + block, first + winner)
     # All threads' stores come before the counting, which one thread does.
     tl.debug_barrier()
     if tl.atomic_add(counters_ptr + place, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(counters_ptr + place, 0)
-        token, normaliser, largest, finite = _join(start_ptr, settings_ptr, part_ptr, tl.num_programs(0), COLUMNS, BLOCK_B, NUM_PARTS)
+        token, normaliser, largest, finite = _join(
+            start_ptr, settings_ptr, part_ptr, tl.num_programs(0), COLUMNS, BLOCK_B, NUM_PARTS
+        )
         results_ptr += row * RESULTS
         if words_ptr is not None:
             normaliser = _float(results_ptr + 2)
@@ -211,13 +319,26 @@ def draw(
 
 
 @triton.jit
-def adjust(logits_ptr, words_ptr, numbers_ptr, adjusted_ptr, counts_ptr, logits_stride, COLUMNS: tl.constexpr, BLOCK_B: tl.constexpr):
-    """Program (i, f): block i of adjusted row f: penalties, then bias and forbidden tokens, then the mask. `numbers_ptr` are the words as
-    float32, `counts_ptr` the adjusted logits as integers: before a row's logits they hold how often its tokens occurred.
+def adjust(
+    logits_ptr,
+    words_ptr,
+    numbers_ptr,
+    adjusted_ptr,
+    counts_ptr,
+    logits_stride,
+    COLUMNS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """Program (i, f): block i of adjusted row f: penalties, then bias and forbidden tokens, then
+    the mask. `numbers_ptr` are the words as float32, `counts_ptr` the adjusted logits as integers:
+    before a row's logits they hold how often its tokens occurred.
     """
     place, token_B = tl.program_id(1), tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
     first, there_B, entry_E = tl.program_id(0) * BLOCK_B, token_B < COLUMNS, tl.arange(0, ENTRIES)
-    change_ptr, penalty_ptr = words_ptr + place * CHANGES, numbers_ptr + place * CHANGES + FIRST_PENALTY
+    change_ptr, penalty_ptr = (
+        words_ptr + place * CHANGES,
+        numbers_ptr + place * CHANGES + FIRST_PENALTY,
+    )
     start, row = place.to(tl.int64) * COLUMNS, tl.load(change_ptr).to(tl.int64)
     x_B = _block(logits_ptr + row * logits_stride, token_B, COLUMNS)
 
@@ -233,8 +354,14 @@ def adjust(logits_ptr, words_ptr, numbers_ptr, adjusted_ptr, counts_ptr, logits_
             tl.atomic_add(counts_ptr + start + id_E, 1, mask=here_E & (place_E >= output))
         tl.debug_barrier()
         count_B = tl.load(counts_ptr + start + token_B, mask=there_B, other=0, volatile=True)
-        repetition, frequency, presence = tl.load(penalty_ptr), tl.load(penalty_ptr + 1), tl.load(penalty_ptr + 2)
-        penalised_B = tl.where(x_B > 0.0, tl.div_rn(x_B, repetition + tl.zeros_like(x_B)), x_B * repetition)
+        repetition, frequency, presence = (
+            tl.load(penalty_ptr),
+            tl.load(penalty_ptr + 1),
+            tl.load(penalty_ptr + 2),
+        )
+        penalised_B = tl.where(
+            x_B > 0.0, tl.div_rn(x_B, repetition + tl.zeros_like(x_B)), x_B * repetition
+        )
         x_B = tl.where(count_B > 0, penalised_B, x_B)
         count_B = count_B & (IN_PROMPT - 1)
         x_B -= frequency * count_B.to(tl.float32) + presence * (count_B > 0).to(tl.float32)
@@ -252,7 +379,9 @@ def adjust(logits_ptr, words_ptr, numbers_ptr, adjusted_ptr, counts_ptr, logits_
         for begin in range(0, num_entries, ENTRIES):
             place_E = begin + entry_E
             id_E = tl.load(words_ptr + entries + 2 * place_E, mask=place_E < num_entries, other=-1)
-            value_E = tl.load(numbers_ptr + entries + 2 * place_E + 1, mask=place_E < num_entries, other=0.0)
+            value_E = tl.load(
+                numbers_ptr + entries + 2 * place_E + 1, mask=place_E < num_entries, other=0.0
+            )
             here_E = (id_E >= first) & (id_E < first + BLOCK_B) & (id_E < COLUMNS)
             x_E = tl.load(adjusted_ptr + start + id_E, mask=here_E, other=0.0, volatile=True)
             tl.store(adjusted_ptr + start + id_E, x_E + value_E, mask=here_E)
@@ -260,7 +389,9 @@ def adjust(logits_ptr, words_ptr, numbers_ptr, adjusted_ptr, counts_ptr, logits_
 
 @triton.jit
 def _kth(start_ptr, count, COLUMNS: tl.constexpr, BLOCK_B: tl.constexpr):
-    """The order of a row's `count`-th largest number, and how many of the `count` largest have it: 8 bits of the order at a time."""
+    """The order of a row's `count`-th largest number, and how many of the `count` largest have it:
+    8 bits of the order at a time.
+    """
     index_B, index_K = tl.arange(0, BLOCK_B), tl.arange(0, 256)
     prefix, left = tl.zeros([], tl.uint32), count
     for level in range(4):
@@ -281,22 +412,30 @@ def _kth(start_ptr, count, COLUMNS: tl.constexpr, BLOCK_B: tl.constexpr):
 @triton.jit
 def _mass(x, largest, inverse, UNIT: tl.constexpr):
     """exp((x - largest) / temperature) in whole units: sums are the same in every order."""
-    return tl.floor(tl.exp((x.to(tl.float64) - largest.to(tl.float64)) * inverse) * UNIT + 0.5).to(tl.int64)
+    return tl.floor(tl.exp((x.to(tl.float64) - largest.to(tl.float64)) * inverse) * UNIT + 0.5).to(
+        tl.int64
+    )
 
 
 @triton.jit
 def confine(
-    logits_ptr, model_ptr, limits_ptr, shares_ptr, settings_ptr, drawn_ptr, results_ptr, logits_stride, model_stride,
+    logits_ptr, model_ptr, limits_ptr, shares_ptr, settings_ptr, drawn_ptr, results_ptr,
+    logits_stride, model_stride,
     UNIT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """Program f: the token that filtered row f draws within top-k and top-p, given the one that it draws among all tokens.
+    """Program f: the token that filtered row f draws within top-k and top-p, given the one that it
+    draws among all tokens.
 
-    A token is within if fewer than k are likelier and these hold less than top-p of what top-k keeps; of equals, lower ids are likelier.
-    The winner among all wins among those within if it is one of them. If it is not, neither are those after it, and those before it race
-    again: nothing is sorted. `shares_ptr`: 1 / temperature and top-p as float64.
+    A token is within if fewer than k are likelier and these hold less than top-p of what top-k
+    keeps; of equals, lower ids are likelier. The winner among all wins among those within if it is
+    one of them. If it is not, neither are those after it, and those before it race again: nothing
+    is sorted. `shares_ptr`: 1 / temperature and top-p as float64.
     """
     filtered, index_B = tl.program_id(0), tl.arange(0, BLOCK_B)
-    row, place = tl.load(limits_ptr + filtered * LIMITS), tl.load(limits_ptr + filtered * LIMITS + 1)
+    row, place = (
+        tl.load(limits_ptr + filtered * LIMITS),
+        tl.load(limits_ptr + filtered * LIMITS + 1),
+    )
     top_k = tl.load(limits_ptr + filtered * LIMITS + 2)
     inverse, top_p = tl.load(shares_ptr + filtered * 2), tl.load(shares_ptr + filtered * 2 + 1)
     start_ptr = logits_ptr + place.to(tl.int64) * logits_stride
@@ -311,7 +450,11 @@ def confine(
         lowest, ties = _kth(start_ptr, top_k, COLUMNS, BLOCK_B)
     while searching:
         bound = _order(tl.load(start_ptr + token).to(tl.float32))
-        rank_B, before_B, total_B = tl.zeros([BLOCK_B], tl.int32), tl.zeros([BLOCK_B], tl.int64), tl.zeros([BLOCK_B], tl.int64)
+        rank_B, before_B, total_B = (
+            tl.zeros([BLOCK_B], tl.int32),
+            tl.zeros([BLOCK_B], tl.int64),
+            tl.zeros([BLOCK_B], tl.int64),
+        )
         tie_B = tl.zeros([BLOCK_B], tl.int64)
         for first in range(0, COLUMNS, BLOCK_B):
             x_B = _block(start_ptr, first + index_B, COLUMNS)

@@ -1,9 +1,11 @@
 """KernelDraws: draws of a step's rows by the kernels of gpu/draw.py.
 
-The draw of all rows can be captured. Rows whose sampling needs more are drawn again over the same logits, all at once: one launch adjusts
-their logits, one draws, one applies top-k and top-p. Invariant: counters are 0 between launches.
+The draw of all rows can be captured. Rows whose sampling needs more are drawn again over the same
+logits, all at once: one launch adjusts their logits, one draws, one applies top-k and top-p.
+Invariant: counters are 0 between launches.
 
-Shape letters: S rows of a step, F rows drawn again, V vocabulary, D hidden size, N settings of a row, R results of a row, W words.
+Shape letters: S rows of a step, F rows drawn again, V vocabulary, D hidden size, N settings of a
+row, R results of a row, W words.
 """
 
 from collections.abc import Sequence
@@ -29,14 +31,22 @@ class KernelDraws:
         self._num_blocks = triton.cdiv(num_tokens, BLOCK)
         self._num_parts = triton.next_power_of_2(self._num_blocks)
         self.results_SR = torch.empty(num_rows, RESULTS.value, dtype=torch.int32, device=device)
-        self._parts = torch.empty(num_rows * PART_FIELDS.value * self._num_parts, dtype=torch.int32, device=device)
+        self._parts = torch.empty(
+            num_rows * PART_FIELDS.value * self._num_parts, dtype=torch.int32, device=device
+        )
         self._counters_S = torch.zeros(num_rows, dtype=torch.int32, device=device)
 
     def holds(self, num_rows: int, num_tokens: int) -> bool:
         """Whether there is room for so many rows of logits of so many tokens."""
         return num_rows <= len(self.results_SR) and num_tokens == self._num_tokens
 
-    def draw(self, logits_SV: Tensor, settings_SN: Tensor, drawn_S: Tensor | None, states_SD: Tensor | None = None) -> None:
+    def draw(
+        self,
+        logits_SV: Tensor,
+        settings_SN: Tensor,
+        drawn_S: Tensor | None,
+        states_SD: Tensor | None = None,
+    ) -> None:
         self._draw(logits_SV, logits_SV, None, settings_SN, drawn_S, states_SD)
 
     def redraw(
@@ -61,15 +71,19 @@ class KernelDraws:
         if len(limits):
             unit = 2.0 ** (62 - self._num_tokens.bit_length())
             confine[(len(limits) // NUM_LIMITS,)](
-                source_SV, logits_SV, limits, shares.view(torch.float64), settings_SN, drawn_S, self.results_SR, source_SV.stride(0),
+                source_SV, logits_SV, limits, shares.view(torch.float64), settings_SN, drawn_S,
+                self.results_SR, source_SV.stride(0),
                 logits_SV.stride(0), unit, self._num_tokens, BLOCK, num_warps=FILTER_WARPS, **EXACT,
             )  # fmt: skip
 
     def adjusted(self, logits_SV: Tensor, words_W: Tensor, num_rows: int) -> Tensor:
-        """Float32 copies of the rows that the words name, with penalties, bias and masks applied."""
+        """Float32 copies of the rows that the words name, with penalties, bias and masks
+        applied.
+        """
         adjusted_FV = torch.empty(num_rows, self._num_tokens, device=self._device)
         adjust[(self._num_blocks, num_rows)](
-            logits_SV, words_W, words_W.view(torch.float32), adjusted_FV, adjusted_FV.view(torch.int32), logits_SV.stride(0),
+            logits_SV, words_W, words_W.view(torch.float32), adjusted_FV,
+            adjusted_FV.view(torch.int32), logits_SV.stride(0),
             self._num_tokens, BLOCK, num_warps=DRAW_WARPS, **EXACT,
         )  # fmt: skip
         return adjusted_FV
@@ -83,10 +97,14 @@ class KernelDraws:
         drawn_S: Tensor | None,
         states_SD: Tensor | None,
     ) -> None:
-        depth, states_stride = (1, 0) if states_SD is None else (states_SD.shape[1], states_SD.stride(0))
+        depth, states_stride = (
+            (1, 0) if states_SD is None else (states_SD.shape[1], states_SD.stride(0))
+        )
         piece = triton.next_power_of_2(triton.cdiv(depth, self._num_blocks))
         draw[(self._num_blocks, len(logits_SV))](
-            logits_SV, model_SV, words_W, settings_SN, states_SD, self._parts, self._counters_S, drawn_S, self.results_SR,
-            logits_SV.stride(0), model_SV.stride(0), states_stride, self._num_tokens, depth, piece, BLOCK, self._num_parts,
+            logits_SV, model_SV, words_W, settings_SN, states_SD, self._parts, self._counters_S,
+            drawn_S, self.results_SR,
+            logits_SV.stride(0), model_SV.stride(0), states_stride, self._num_tokens, depth, piece,
+            BLOCK, self._num_parts,
             num_warps=DRAW_WARPS, **EXACT,
         )  # fmt: skip

@@ -1,10 +1,12 @@
-"""Launches of the kernels besides attention, as functions of tensors. CPU tensors work under Triton's interpreter only.
+"""Launches of the kernels besides attention, as functions of tensors. CPU tensors work under
+Triton's interpreter only.
 
-Invariant: weights of one shape use one compiled kernel for any rows. Triton compiles another kernel, which may sum in another order, for
-an address that is no multiple of 16; rows at such an address are copied first.
+Invariant: weights of one shape use one compiled kernel for any rows. Triton compiles another
+kernel, which may sum in another order, for an address that is no multiple of 16; rows at such an
+address are copied first.
 
-Shape letters: T tokens or rows, G groups, I input and O output columns, D columns of a norm, H query heads, d columns of a head, F
-intermediate size, E twice that, S rows of logits, V vocabulary.
+Shape letters: T tokens or rows, G groups, I input and O output columns, D columns of a norm, H
+query heads, d columns of a head, F intermediate size, E twice that, S rows of logits, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -25,7 +27,8 @@ PROGRAMS_PER_PROCESSOR = 2
 """One computes while the other loads its next tile."""
 INTERPRETED_PROGRAMS = 3
 PARTED_PROGRAMS = 128
-"""Of a tile of rows, below which a matrix's inputs are divided into parts. Not of the GPU at hand: parts determine the order of sums."""
+"""Of a tile of rows, below which a matrix's inputs are divided into parts. Not of the GPU at hand:
+parts determine the order of sums."""
 JOINED_AT_ONCE = 1024
 GATE_BLOCK = 1024
 SUMMARY_BLOCK = 4096
@@ -38,7 +41,9 @@ def multiply(
     activation: str = "none",
     gated: bool = False,
 ) -> Tensor:
-    """activation(x W^T + b) of every group; gated, activation(first half of the outputs) * second half. -> y_TGO"""
+    """activation(x W^T + b) of every group; gated, activation(first half of the outputs) * second
+    half. -> y_TGO
+    """
     num_rows, num_groups, num_inputs = x_TGI.shape
     num_outputs = weight_GOI.shape[1] // 2 if gated else weight_GOI.shape[1]
     x_TGI = in_place(x_TGI)
@@ -58,7 +63,8 @@ def multiply(
     upcast = x_TGI.device.type == "cpu" and x_TGI.dtype is torch.bfloat16
     product[(min(num_tiles, num_programs), num_groups, parts)](
         x_TGI, weight_GOI, bias_O, sums, num_rows,
-        num_groups, num_inputs, num_outputs, *weight_GOI.stride(), part, apart, activation, gated, upcast,
+        num_groups, num_inputs, num_outputs, *weight_GOI.stride(), part, apart, activation, gated,
+        upcast,
         tile.rows, tile.columns, tile.depth, num_warps=tile.warps, num_stages=tile.stages, **EXACT,
     )  # fmt: skip
     if apart:
@@ -67,49 +73,75 @@ def multiply(
 
 
 def join_parts(sums: Tensor, bias_O: Tensor | None, y: Tensor, activation: str = "none") -> None:
-    """Adds the sums [parts, T, O] of a product's parts in their order, and makes y [T, O] of them."""
+    """Adds the sums [parts, T, O] of a product's parts in their order, and makes y [T, O] of
+    them.
+    """
     parts, _, num_outputs = sums.shape
     grid = (-(-y.numel() // JOINED_AT_ONCE),)
     join[grid](sums, bias_O, y, y.numel(), num_outputs, parts, activation, JOINED_AT_ONCE, **EXACT)
 
 
-def norm(x: Tensor, weight_D: Tensor, bias_D: Tensor | None, epsilon: float, offset: float, *, centred: bool) -> Tensor:
+def norm(
+    x: Tensor,
+    weight_D: Tensor,
+    bias_D: Tensor | None,
+    epsilon: float,
+    offset: float,
+    *,
+    centred: bool,
+) -> Tensor:
     """LayerNorm (centred) or RMSNorm of the last axis, with weights weight_D + offset."""
     x = in_place(x)
     y, columns = torch.empty_like(x, memory_format=torch.contiguous_format), x.shape[-1]
     if x.numel():
         kernels.add_norm[(x.numel() // columns,)](
-            x, None, None, None, None, None, y, weight_D, bias_D, 1.0, epsilon, offset, columns, CENTRED=centred,
+            x, None, None, None, None, None, y, weight_D, bias_D, 1.0, epsilon, offset, columns,
+            CENTRED=centred,
             **_block(columns),
         )  # fmt: skip
     return y
 
 
-def add_norm(x_TD: Tensor, branches: Sequence[Branch], scale: float, next_norm: Any) -> tuple[Tensor, Tensor]:
-    """model.layers.add_norm in one launch, for GpuNorms of one kind; a second branch is normalised in a launch of its own."""
+def add_norm(
+    x_TD: Tensor, branches: Sequence[Branch], scale: float, next_norm: Any
+) -> tuple[Tensor, Tensor]:
+    """model.layers.add_norm in one launch, for GpuNorms of one kind; a second branch is normalised
+    in a launch of its own.
+    """
     (branch_TD, branch_norm), *others = branches
-    weight_D, bias_D = (None, None) if branch_norm is None else (branch_norm.weight, branch_norm.bias)
+    weight_D, bias_D = (
+        (None, None) if branch_norm is None else (branch_norm.weight, branch_norm.bias)
+    )
     x_TD, branch_TD = in_place(x_TD), in_place(branch_TD)
-    others_TD: list[Tensor | None] = [in_place(y_TD if norm is None else norm(y_TD)) for y_TD, norm in others] or [None]
+    others_TD: list[Tensor | None] = [
+        in_place(y_TD if norm is None else norm(y_TD)) for y_TD, norm in others
+    ] or [None]
     sum_TD, y_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
     if x_TD.numel():
         kernels.add_norm[(len(x_TD),)](
-            x_TD, branch_TD, weight_D, bias_D, *others_TD, sum_TD, y_TD, next_norm.weight, next_norm.bias, scale,
+            x_TD, branch_TD, weight_D, bias_D, *others_TD, sum_TD, y_TD, next_norm.weight,
+            next_norm.bias, scale,
             next_norm.epsilon, next_norm.offset, x_TD.shape[1], CENTRED=next_norm.centred,
             **_block(x_TD.shape[1]),
         )  # fmt: skip
     return sum_TD, y_TD
 
 
-def norm_heads(q_THd: Tensor, k_Td: Tensor, query_norm: Any, key_norm: Any) -> tuple[Tensor, Tensor]:
-    """model.attention.norm_heads in one launch, for columns of one matrix and GpuNorms of one kind."""
+def norm_heads(
+    q_THd: Tensor, k_Td: Tensor, query_norm: Any, key_norm: Any
+) -> tuple[Tensor, Tensor]:
+    """model.attention.norm_heads in one launch, for columns of one matrix and GpuNorms of one
+    kind.
+    """
     num_tokens, num_heads, columns = q_THd.shape
     y_THd = q_THd.new_empty(num_tokens, num_heads + 1, columns)
     if num_tokens:
         # The stride of a single query may be another number.
         kernels.norm_heads[(num_tokens, num_heads + 1)](
-            q_THd, k_Td, query_norm.weight, query_norm.bias, key_norm.weight, key_norm.bias, y_THd, k_Td.stride(0), query_norm.epsilon,
-            query_norm.offset, columns, CENTRED=query_norm.centred, **_block(columns) | {"num_warps": 1},
+            q_THd, k_Td, query_norm.weight, query_norm.bias, key_norm.weight, key_norm.bias, y_THd,
+            k_Td.stride(0), query_norm.epsilon,
+            query_norm.offset, columns, CENTRED=query_norm.centred,
+            **_block(columns) | {"num_warps": 1},
         )  # fmt: skip
     return y_THd[:, :num_heads], y_THd[:, num_heads]
 
@@ -119,7 +151,9 @@ def gate(x_TE: Tensor, activation: str) -> Tensor:
     x_TE, columns = in_place(x_TE), x_TE.shape[1] // 2
     y_TF = x_TE.new_empty(len(x_TE), columns)
     if y_TF.numel():
-        kernels.gate[(len(x_TE), -(-columns // GATE_BLOCK))](x_TE, y_TF, columns, GATE_BLOCK, activation, **EXACT)
+        kernels.gate[(len(x_TE), -(-columns // GATE_BLOCK))](
+            x_TE, y_TF, columns, GATE_BLOCK, activation, **EXACT
+        )
     return y_TF
 
 
@@ -134,7 +168,9 @@ def summary(logits_SV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if len(logits_SV):
         block = min(SUMMARY_BLOCK, 1 << (columns - 1).bit_length())
         options = {"num_warps": _warps(block), **EXACT}
-        kernels.summarise[(len(logits_SV),)](logits_SV, normaliser_S, largest_S, tokens_S, columns, block, **options)
+        kernels.summarise[(len(logits_SV),)](
+            logits_SV, normaliser_S, largest_S, tokens_S, columns, block, **options
+        )
     return normaliser_S, largest_S, tokens_S
 
 
@@ -156,7 +192,11 @@ def _warps(block: int) -> int:
 def in_place(x: Tensor) -> Tensor:
     """x in contiguous memory at an address that is a multiple of 16."""
     x = x.contiguous()
-    return x if x.data_ptr() % ADDRESS_MULTIPLE == 0 else x.clone(memory_format=torch.contiguous_format)
+    return (
+        x
+        if x.data_ptr() % ADDRESS_MULTIPLE == 0
+        else x.clone(memory_format=torch.contiguous_format)
+    )
 
 
 @cache

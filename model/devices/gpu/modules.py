@@ -1,12 +1,14 @@
-"""What a GPU computes otherwise than the decoder's modules say: modules and functions that replace a decoder's.
+"""What a GPU computes otherwise than the decoder's modules say: modules and functions that replace
+a decoder's.
 
-By default norms, with the sums before them, and gates are our Triton kernels, and products cuBLAS's, but for those of a single row;
-TritonProducts replaces linear layers, heads and the tied head too. Replacements hold the same parameters as what they replace. Invariant
-of everything but CublasProducts' products (batch-invariant): a row of a result depends on that row of x alone, bit for
-bit. Products of int8 and int4 are block_modules.py's.
+By default norms, with the sums before them, and gates are our Triton kernels, and products
+cuBLAS's, but for those of a single row; TritonProducts replaces linear layers, heads and the tied
+head too. Replacements hold the same parameters as what they replace. Invariant of everything but
+CublasProducts' products (batch-invariant): a row of a result depends on that row of x alone, bit
+for bit. Products of int8 and int4 are block_modules.py's.
 
-Shape letters: T tokens, S rows whose logits are wanted, H query heads, D hidden size, V vocabulary, c columns of the latent, p of a
-head without position, v of a head's value.
+Shape letters: T tokens, S rows whose logits are wanted, H query heads, D hidden size, V vocabulary,
+c columns of the latent, p of a head without position, v of a head's value.
 """
 
 from functools import partial
@@ -33,7 +35,9 @@ class GpuLinear(FusedLinear):
         self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        y_T1O = multiply(x.reshape(-1, 1, x.shape[-1]), self.weight[None], self.bias, self.activation, self.gated)
+        y_T1O = multiply(
+            x.reshape(-1, 1, x.shape[-1]), self.weight[None], self.bias, self.activation, self.gated
+        )
         return y_T1O.view(*x.shape[:-1], -1)
 
 
@@ -48,7 +52,12 @@ class GpuEmbedding(Embedding):
     """The same table; as the head of a tied model, by our kernel."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
-        super().__init__(embedding.num_embeddings, embedding.embedding_dim, _weight=embedding.weight, _freeze=True)
+        super().__init__(
+            embedding.num_embeddings,
+            embedding.embedding_dim,
+            _weight=embedding.weight,
+            _freeze=True,
+        )
 
     def logits(self, x_SD: Tensor) -> Tensor:
         return multiply(x_SD[:, None], self.weight[None])[:, 0]
@@ -98,17 +107,29 @@ class GpuHeads(HeadProjections):
 
 NORMS: dict[type[nn.Module], Any] = {LayerNorm: GpuNorm, RMSNorm: GpuNorm}
 CUBLAS = NORMS | {Linear: CublasLinear}
-TRITON = NORMS | {Linear: GpuLinear, Router: GpuRouter, Embedding: GpuEmbedding, HeadProjections: GpuHeads}
+TRITON = NORMS | {
+    Linear: GpuLinear,
+    Router: GpuRouter,
+    Embedding: GpuEmbedding,
+    HeadProjections: GpuHeads,
+}
 
 
 class CublasProducts(Products):
-    """cuBLAS's products, or quantized ones. Sums and the norms after them, norms of heads, and gates are one launch each."""
+    """cuBLAS's products, or quantized ones. Sums and the norms after them, norms of heads, and
+    gates are one launch each.
+    """
 
     replacements = CUBLAS
 
     def finish(self, decoder: Decoder) -> None:
         super().finish(decoder)
-        replace_modules(decoder, lambda module: found(module) if (found := self.replacements.get(type(module))) else None)
+        replace_modules(
+            decoder,
+            lambda module: (
+                found(module) if (found := self.replacements.get(type(module))) else None
+            ),
+        )
         for module in decoder.modules():
             if isinstance(module, Block):
                 module.add_norm = add_norm

@@ -61,7 +61,9 @@ def piece_of(num_outputs: int, num_inputs: int) -> tuple[int, int]:
     return MOST_OUTPUTS if fits else MOST_OUTPUTS // 2, inputs
 
 
-def multiply_row(x_1I: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, activation: str = "none") -> Tensor:
+def multiply_row(
+    x_1I: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, activation: str = "none"
+) -> Tensor:
     """activation(x W^T + b) of one row. -> y_1O"""
     num_outputs, num_inputs = weight_OI.shape
     x_1I, (outputs, inputs) = in_place(x_1I), piece_of(num_outputs, num_inputs)

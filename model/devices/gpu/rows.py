@@ -1,9 +1,12 @@
-"""Kernels with one program for each row, or block of a row: norms with the sums before them, gates, and the summary of logits for sampling.
+"""Kernels with one program for each row, or block of a row: norms with the sums before them, gates,
+and the summary of logits for sampling.
 
-Invariant (batch-invariant): a program processes its row in an order that depends on the row's width alone. Sums and norms are computed in
-float32, and rounded where torch's operations round: a branch that has been normalised, each sum, and the norm of the last one.
+Invariant (batch-invariant): a program processes its row in an order that depends on the row's width
+alone. Sums and norms are computed in float32, and rounded where torch's operations round: a branch
+that has been normalised, each sum, and the norm of the last one.
 
-Shape letters: T tokens, D columns of a normed row, N columns of a block of logits, F of a block of an MLP's intermediate size.
+Shape letters: T tokens, D columns of a normed row, N columns of a block of logits, F of a block of
+an MLP's intermediate size.
 """
 
 import triton
@@ -20,7 +23,9 @@ def _row(ptr, col_D, there_D):
 
 @triton.jit
 def _parameters(weight_ptr, bias_ptr, offset, col_D, there_D):
-    """A norm's weights, to which `offset` is added, and biases. Loaded before a row is summed, after which threads wait for each other."""
+    """A norm's weights, to which `offset` is added, and biases. Loaded before a row is summed,
+    after which threads wait for each other.
+    """
     weight_D = _row(weight_ptr, col_D, there_D) + offset
     bias_D = tl.zeros_like(weight_D)
     if bias_ptr is not None:
@@ -38,11 +43,12 @@ def _normed(x_D, weight_D, bias_D, there_D, epsilon, COLUMNS: tl.constexpr, CENT
 
 @triton.jit
 def add_norm(
-    x_ptr, branch_ptr, branch_weight_ptr, branch_bias_ptr, other_ptr, sum_ptr, y_ptr, weight_ptr, bias_ptr, scale, epsilon, offset,
+    x_ptr, branch_ptr, branch_weight_ptr, branch_bias_ptr, other_ptr, sum_ptr, y_ptr, weight_ptr,
+    bias_ptr, scale, epsilon, offset,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
-    """Program t: row t of the sum of x, a scaled branch that may have to be normalised, and another scaled branch; and its norm. Without
-    a branch, the norm of x alone.
+    """Program t: row t of the sum of x, a scaled branch that may have to be normalised, and another
+    scaled branch; and its norm. Without a branch, the norm of x alone.
     """
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     first, col_D = tl.program_id(0).to(tl.int64) * COLUMNS, tl.arange(0, BLOCK)
@@ -52,12 +58,22 @@ def add_norm(
     if branch_ptr is not None:
         branch_D = _row(branch_ptr + first, col_D, there_D)
         if branch_weight_ptr is not None:
-            branch_weight_D, branch_bias_D = _parameters(branch_weight_ptr, branch_bias_ptr, offset, col_D, there_D)
-            branch_D = _normed(branch_D, branch_weight_D, branch_bias_D, there_D, epsilon, COLUMNS, CENTRED).to(DTYPE).to(tl.float32)
+            branch_weight_D, branch_bias_D = _parameters(
+                branch_weight_ptr, branch_bias_ptr, offset, col_D, there_D
+            )
+            branch_D = (
+                _normed(
+                    branch_D, branch_weight_D, branch_bias_D, there_D, epsilon, COLUMNS, CENTRED
+                )
+                .to(DTYPE)
+                .to(tl.float32)
+            )
         # As torch.add does on a GPU: the product is not rounded.
         x_D = tl.fma(branch_D, scale, x_D).to(DTYPE).to(tl.float32)
         if other_ptr is not None:
-            x_D = tl.fma(_row(other_ptr + first, col_D, there_D), scale, x_D).to(DTYPE).to(tl.float32)
+            x_D = (
+                tl.fma(_row(other_ptr + first, col_D, there_D), scale, x_D).to(DTYPE).to(tl.float32)
+            )
         tl.store(sum_ptr + first + col_D, x_D.to(DTYPE), mask=there_D)
     y_D = _normed(x_D, weight_D, bias_D, there_D, epsilon, COLUMNS, CENTRED)
     tl.store(y_ptr + first + col_D, y_D.to(DTYPE), mask=there_D)
@@ -65,10 +81,13 @@ def add_norm(
 
 @triton.jit
 def norm_heads(
-    q_ptr, k_ptr, query_weight_ptr, query_bias_ptr, key_weight_ptr, key_bias_ptr, y_ptr, stride, epsilon, offset,
+    q_ptr, k_ptr, query_weight_ptr, query_bias_ptr, key_weight_ptr, key_bias_ptr, y_ptr, stride,
+    epsilon, offset,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, h): the norm of token t's query head h or, for the last h, of its key; side by side in y."""
+    """Program (t, h): the norm of token t's query head h or, for the last h, of its key; side by
+    side in y.
+    """
     token, head, col_D = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
     there_D = col_D < COLUMNS
     if head == tl.num_programs(1) - 1:
@@ -78,7 +97,11 @@ def norm_heads(
         weight_D, bias_D = _parameters(query_weight_ptr, query_bias_ptr, offset, col_D, there_D)
         x_D = _row(q_ptr + token * stride + head * COLUMNS, col_D, there_D)
     y_D = _normed(x_D, weight_D, bias_D, there_D, epsilon, COLUMNS, CENTRED)
-    tl.store(y_ptr + (token * tl.num_programs(1) + head) * COLUMNS + col_D, y_D.to(y_ptr.dtype.element_ty), mask=there_D)
+    tl.store(
+        y_ptr + (token * tl.num_programs(1) + head) * COLUMNS + col_D,
+        y_D.to(y_ptr.dtype.element_ty),
+        mask=there_D,
+    )
 
 
 @triton.jit
@@ -91,8 +114,11 @@ def gate(x_ptr, y_ptr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: t
 
 
 @triton.jit
-def summarise(logits_ptr, normalisers_ptr, largest_ptr, tokens_ptr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """Program s: the logarithm of the sum of row s's exponentials, its largest number and the first index of that.
+def summarise(
+    logits_ptr, normalisers_ptr, largest_ptr, tokens_ptr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Program s: the logarithm of the sum of row s's exponentials, its largest number and the first
+    index of that.
 
     A NaN makes the normaliser NaN.
     """
@@ -100,14 +126,18 @@ def summarise(logits_ptr, normalisers_ptr, largest_ptr, tokens_ptr, COLUMNS: tl.
     start_ptr = logits_ptr + row * COLUMNS
     peak_N, place_N = tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([BLOCK], tl.int32)
     for first in range(0, COLUMNS, BLOCK):
-        x_N = tl.load(start_ptr + first + index_N, mask=first + index_N < COLUMNS, other=float("-inf"))
+        x_N = tl.load(
+            start_ptr + first + index_N, mask=first + index_N < COLUMNS, other=float("-inf")
+        )
         place_N = tl.where(x_N > peak_N, first + index_N, place_N)
         peak_N = tl.where(x_N > peak_N, x_N, peak_N)
     largest = tl.max(peak_N, 0)
     place = tl.min(tl.where(peak_N == largest, place_N, COLUMNS - 1), 0)
     sum_N = tl.zeros([BLOCK], tl.float32)
     for first in range(0, COLUMNS, BLOCK):
-        x_N = tl.load(start_ptr + first + index_N, mask=first + index_N < COLUMNS, other=float("-inf"))
+        x_N = tl.load(
+            start_ptr + first + index_N, mask=first + index_N < COLUMNS, other=float("-inf")
+        )
         sum_N += tl.exp(x_N - largest)
     tl.store(normalisers_ptr + row, tl.log(tl.sum(sum_N, 0)) + largest)
     tl.store(largest_ptr + row, largest)

@@ -1,11 +1,13 @@
-"""The tile of a product: a table by output columns and dtype size; and the parts of its inputs. No torch, no Triton.
+"""The tile of a product: a table by output columns and dtype size; and the parts of its inputs. No
+torch, no Triton.
 
-Invariant: the tile does not depend on the number of rows. Another tile may use another tensor core instruction or another order of
-summation, so that a row computed alone would differ from the same row in a batch. A single token therefore computes a whole tile's rows;
-its time is bound by reading the weights, which are read once either way.
+Invariant: the tile does not depend on the number of rows. Another tile may use another tensor core
+instruction or another order of summation, so that a row computed alone would differ from the same
+row in a batch. A single token therefore computes a whole tile's rows; its time is bound by reading
+the weights, which are read once either way.
 
-Shared memory holds `stages` blocks of rows and of weights, two of weights where a product is gated: within 163 KiB on sm_80, 227 on sm_90
-and sm_100 (checked in tests/triton/test_compile.py).
+Shared memory holds `stages` blocks of rows and of weights, two of weights where a product is gated:
+within 163 KiB on sm_80, 227 on sm_90 and sm_100 (checked in tests/triton/test_compile.py).
 """
 
 from dataclasses import dataclass
@@ -17,7 +19,8 @@ class Tile:
 
     rows: int
     columns: int
-    """Output columns. Narrow products have narrow tiles, so that there are enough programs for a GPU."""
+    """Output columns. Narrow products have narrow tiles, so that there are enough programs for a
+    GPU."""
     depth: int
     """Input columns of one multiplication."""
     warps: int
@@ -36,7 +39,9 @@ TABLE = (
 
 def choose(columns: int, itemsize: int) -> Tile:
     """The tile of a product with `columns` output columns."""
-    return next(tile for most_columns, size, tile in TABLE if columns <= most_columns and itemsize == size)
+    return next(
+        tile for most_columns, size, tile in TABLE if columns <= most_columns and itemsize == size
+    )
 
 
 LEAST_PART = 512
@@ -44,6 +49,8 @@ LEAST_PART = 512
 
 
 def part_of(num_inputs: int, num_tiles: int, num_programs: int, depth: int) -> int:
-    """Inputs of each of a matrix's parts, a multiple of `depth`: so many that these tiles give that many programs. All, where they do."""
+    """Inputs of each of a matrix's parts, a multiple of `depth`: so many that these tiles give that
+    many programs. All, where they do.
+    """
     parts = max(1, min(-(-num_programs // num_tiles), num_inputs // LEAST_PART))
     return -(-num_inputs // (parts * depth)) * depth

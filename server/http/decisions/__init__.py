@@ -17,7 +17,9 @@ BODIES = DecisionBody, SystemBody
 def routes(context: Context) -> list[Route]:
     """The routes of this extension."""
     handlers = DecisionRoutes(context)
-    generating = partial(Route, methods=("POST",), dialect=Dialect.OPENAI, generates=True, tag="openai")
+    generating = partial(
+        Route, methods=("POST",), dialect=Dialect.OPENAI, generates=True, tag="openai"
+    )
     return [
         generating("/v1/decisions", handler=handlers.decisions),
         generating("/v1/systemone", handler=handlers.systemone),
@@ -30,7 +32,8 @@ class DecisionRoutes(Handlers):
     async def decisions(self, http: HttpRequest) -> Response:
         """Answer questions by probabilities.
 
-        Each answer's probability is read off the model's logits, as openai's client of decisions reads it.
+        Each answer's probability is read off the model's logits, as openai's client of decisions
+        reads it.
         """
         return await self.answer(http, DecisionBody, DecisionReply.open)
 

@@ -1,8 +1,11 @@
-"""/v1/decisions and /v1/systemone: reads the probabilities of answers off the model's logits, without generating.
+"""/v1/decisions and /v1/systemone: reads the probabilities of answers off the model's logits,
+without generating.
 
-Each answer has labels, texts with which a reply may begin. A label is read up to the token that tells it from those of other answers, which
-is mostly its first: a sequence is submitted for what stands before each such token, and its greedy draw reports the log-probabilities of
-all that may follow there (`logprob_token_ids`). Invariant: what is read of a question depends on its own sequences alone.
+Each answer has labels, texts with which a reply may begin. A label is read up to the token that
+tells it from those of other answers, which is mostly its first: a sequence is submitted for what
+stands before each such token, and its greedy draw reports the log-probabilities of all that may
+follow there (`logprob_token_ids`). Invariant: what is read of a question depends on its own
+sequences alone.
 """
 
 from collections import defaultdict
@@ -37,22 +40,31 @@ class Labels:
         for answer, labels in enumerate(answers):
             for start in chain(*map(_starts, labels)):
                 owners[start].add(answer)
-        self._answers = [{next((s for s in _starts(label) if len(owners[s]) == 1), ()) for label in labels} for labels in answers]
+        self._answers = [
+            {next((s for s in _starts(label) if len(owners[s]) == 1), ()) for label in labels}
+            for labels in answers
+        ]
         if any(() in labels for labels in self._answers):
-            raise InvalidRequest("the model's tokenizer gives several labels of a question the same tokens", param="questions")
+            raise InvalidRequest(
+                "the model's tokenizer gives several labels of a question the same tokens",
+                param="questions",
+            )
         self.next = defaultdict[Tokens, list[int]](list)
         """The tokens that may follow each beginning of a label."""
         for *before, token in dict.fromkeys(chain(*map(_starts, chain(*self._answers)))):
             self.next[tuple(before)].append(token)
 
     def read(self, pieces: Iterator[Piece]) -> tuple[list[float], float, bool]:
-        """The probability of each answer among all of them, and of all labels together among all texts; by the pieces of `next`. And
-        whether the likeliest token begins a label.
+        """The probability of each answer among all of them, and of all labels together among all
+        texts; by the pieces of `next`. And whether the likeliest token begins a label.
         """
         read = [*zip(self.next, pieces, strict=False)]
         logprobs = {(*start, id): logprob for start, piece in read for id, logprob in piece.top}
         first = read[0][1]
-        sums = [[fsum(map(logprobs.__getitem__, _starts(label))) for label in labels] for labels in self._answers]
+        sums = [
+            [fsum(map(logprobs.__getitem__, _starts(label))) for label in labels]
+            for labels in self._answers
+        ]
         # Relative to the largest, as all may be too small for a float.
         largest = max(map(max, sums))
         shares = [fsum(exp(logprob - largest) for logprob in labels) for labels in sums]
@@ -69,23 +81,37 @@ def _starts(label: Tokens) -> Iterator[Tokens]:
 class DecisionReply(Reply):
     """The answers to the questions of one request."""
 
-    def __init__(self, body: AnyBody, model_id: str, asked: Sequence[tuple[AnyQuestion, Labels]], streams: OpenStreams) -> None:
+    def __init__(
+        self,
+        body: AnyBody,
+        model_id: str,
+        asked: Sequence[tuple[AnyQuestion, Labels]],
+        streams: OpenStreams,
+    ) -> None:
         self.body, self.model_id, self.asked, self.streams = body, model_id, asked, streams
         self.pieces: dict[int, Piece] = {}
 
     @classmethod
-    async def open(cls, generation: Generation, body: AnyBody, model_id: str, reservation: Reservation) -> "DecisionReply":
+    async def open(
+        cls, generation: Generation, body: AnyBody, model_id: str, reservation: Reservation
+    ) -> "DecisionReply":
         """Encodes the questions and starts their sequences. Raises RequestError."""
         questions: list[AnyQuestion]
         if isinstance(body, DecisionBody):
             questions, messages, field = [*body.questions], plain_messages(body.input), "input"
         else:
-            questions, messages, field = [*body.questions.values()], [{"role": "user", "content": as_text(body.state)}], "state"
+            questions, messages, field = (
+                [*body.questions.values()],
+                [{"role": "user", "content": as_text(body.state)}],
+                "state",
+            )
         if messages[-1]["role"] == "user":
             messages[-1]["content"] += "\n\n"
         else:
             messages.append({"role": "user", "content": ""})
-        texts = sorted({text for question in questions for texts in question.labels for text in texts})
+        texts = sorted(
+            {text for question in questions for texts in question.labels for text in texts}
+        )
         job = EncodeQuestions(
             ChatInput(messages, variables=body.chat_template_kwargs or {}),
             questions=[question.text for question in questions],
@@ -93,22 +119,11 @@ class DecisionReply(Reply):
         )
         asked: AskedQuestions = await generation.tokenize(job, reservation.client)
         ids = dict(zip(texts, map(tuple, asked.labels), strict=True))
-        labels = [Labels([[ids[text] for text in texts] for texts in question.labels]) for question in questions]
-        longest = max(len(own) + len(max(of.next, key=len)) for own, of in zip(asked.questions, labels, strict=True))
-        most = len(asked.state) + longest + len(asked.end)
-        if most >= generation.max_total_tokens:
-            raise InvalidRequest(
-                f"`{field}` and a question together must have less than {generation.max_total_tokens} tokens. Given: {most}",
-                param=field,
-                code=TOO_LONG,
-            )
-        count = sum(len(of.next) for of in labels)
-        if count > MAX_SEQUENCES or count * most > MAX_SENT_IDS:
-            raise InvalidRequest(
-                f"the questions make {count} prompts of up to {most} tokens; at most {MAX_SEQUENCES}, of {MAX_SENT_IDS} tokens together, "
-                "are allowed in one request: send several",
-                param="questions",
-            )
+        labels = [
+            Labels([[ids[text] for text in texts] for texts in question.labels])
+            for question in questions
+        ]
+        _check_size(asked, labels, field, generation.max_total_tokens)
         requests = [
             Request(
                 prompt=[*asked.state, *own, *asked.end, *start],
@@ -121,11 +136,20 @@ class DecisionReply(Reply):
             for own, of in zip(asked.questions, labels, strict=True)
             for start, tokens in of.next.items()
         ]
-        return cls(body, model_id, [*zip(questions, labels, strict=True)], generation.start(requests, reservation))
+        return cls(
+            body,
+            model_id,
+            [*zip(questions, labels, strict=True)],
+            generation.start(requests, reservation),
+        )
 
     def take(self, piece: Piece) -> None:
         if piece.finish == "timeout":
-            raise QueueTimeout("the request's time limit passed before all questions were read", RETRY_SECONDS, code="queue_timeout")
+            raise QueueTimeout(
+                "the request's time limit passed before all questions were read",
+                RETRY_SECONDS,
+                code="queue_timeout",
+            )
         self.pieces[piece.choice] = piece
 
     def full_response(self) -> dict[str, Any]:
@@ -133,10 +157,16 @@ class DecisionReply(Reply):
         pieces = (self.pieces[choice.index] for choice in choices)
         reads = [(question, *labels.read(pieces)) for question, labels in self.asked]
         answers: Any = [question.answer(shares, mass) for question, shares, mass, _ in reads]
-        num_tokens, num_cached = prompt_tokens(choices), sum(choice.num_cached for choice in choices)
+        num_tokens, num_cached = (
+            prompt_tokens(choices),
+            sum(choice.num_cached for choice in choices),
+        )
         usage = {
             "input_tokens": num_tokens,
-            "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": num_tokens - num_cached},
+            "input_tokens_details": {
+                "cached_tokens": num_cached,
+                "cache_write_tokens": num_tokens - num_cached,
+            },
             "output_tokens": 0,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": num_tokens,
@@ -144,8 +174,41 @@ class DecisionReply(Reply):
         head: dict[str, Any] = {}
         if isinstance(self.body, SystemBody):
             answers = dict(zip(self.body.questions, answers, strict=True))
-            head = {"id": f"decision-{reservation.reply_id}", "object": "structured_decision", "created": reservation.created}
+            head = {
+                "id": f"decision-{reservation.reply_id}",
+                "object": "structured_decision",
+                "created": reservation.created,
+            }
             head["diagnostics"] = {
-                id: {"label_mass": mass, "argmax_is_label": is_label} for id, (*_, mass, is_label) in zip(answers, reads, strict=True)
+                id: {"label_mass": mass, "argmax_is_label": is_label}
+                for id, (*_, mass, is_label) in zip(answers, reads, strict=True)
             }
         return head | {"answers": answers, "model": self.model_id, "usage": usage}
+
+
+def _check_size(
+    asked: AskedQuestions, labels: Sequence[Labels], field: str, max_total_tokens: int
+) -> None:
+    """Raises InvalidRequest for a prompt that is too long, and for too many of them. `field`: what
+    the questions are about.
+    """
+    longest = max(
+        len(own) + len(max(of.next, key=len))
+        for own, of in zip(asked.questions, labels, strict=True)
+    )
+    most = len(asked.state) + longest + len(asked.end)
+    if most >= max_total_tokens:
+        raise InvalidRequest(
+            f"`{field}` and a question together must have less than {max_total_tokens} tokens. "
+            f"Given: {most}",
+            param=field,
+            code=TOO_LONG,
+        )
+    count = sum(len(of.next) for of in labels)
+    if count > MAX_SEQUENCES or count * most > MAX_SENT_IDS:
+        raise InvalidRequest(
+            f"the questions make {count} prompts of up to {most} tokens; at most "
+            f"{MAX_SEQUENCES}, of {MAX_SENT_IDS} tokens together, are allowed in one request: "
+            "send several",
+            param="questions",
+        )

@@ -1,4 +1,6 @@
-"""llama.cpp's own routes, for its editors: POST /infill, /completion and /apply-template, and GET /props."""
+"""llama.cpp's own routes, for its editors: POST /infill, /completion and /apply-template, and GET
+/props.
+"""
 
 from functools import partial
 
@@ -34,7 +36,8 @@ class LlamaCppRoutes(Handlers):
     async def infill(self, http: HttpRequest) -> Response:
         """Fill the gap between two texts.
 
-        In llama.cpp's form, for editors. The checkpoint's tokenizer must have fill-in-the-middle tokens.
+        In llama.cpp's form, for editors. The checkpoint's tokenizer must have fill-in-the-middle
+        tokens.
         """
         return await self.answer(http, InfillBody, LlamaCppReply.open, last=b"")
 
@@ -51,8 +54,8 @@ class LlamaCppRoutes(Handlers):
     async def apply_template(self, http: HttpRequest) -> Response:
         """Show the prompt that the chat template makes of a conversation.
 
-        Special tokens that are spelt in messages are told from those of the template only on the routes that take the messages
-        themselves.
+        Special tokens that are spelt in messages are told from those of the template only on the
+        routes that take the messages themselves.
         """
         body = await self.read(http, TemplateBody)
         self.names.resolve(body.model, http.headers.get("host"))

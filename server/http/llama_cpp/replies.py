@@ -20,20 +20,28 @@ STOP_TYPE = {"length": "limit", "eos_token": "eos", "stop_sequence": "word", "ti
 
 @dataclass(slots=True, kw_only=True)
 class LlamaCppOutput(Output):
-    """One sequence so far. `end`: its last piece, or the one by which `n_indent` or `max_seconds` is known to be exceeded."""
+    """One sequence so far. `end`: its last piece, or the one by which `n_indent` or `max_seconds`
+    is known to be exceeded.
+    """
 
     n_indent: int
     max_seconds: float
     """Since the first token. The first line is not cut."""
     given: int = 0
-    """Characters of the text that have been sent. With `n_indent` a line of spaces is held back until its indentation is known."""
+    """Characters of the text that have been sent. With `n_indent` a line of spaces is held back
+    until its indentation is known."""
     end: Piece | None = None
 
     def add(self, piece: Piece) -> bool:
         """Adds a piece. Returns whether the sequence has to be ended before its end."""
         self.take(piece)
         cut = self._outdent()
-        if cut is None and piece.finish is None and "\n" in self.text and time.monotonic() - self.choice.first > self.max_seconds:
+        if (
+            cut is None
+            and piece.finish is None
+            and "\n" in self.text
+            and time.monotonic() - self.choice.first > self.max_seconds
+        ):
             cut = len(self.text)
         if cut is not None:
             self.text = self.text[:cut]
@@ -51,7 +59,9 @@ class LlamaCppOutput(Output):
         return text
 
     def _outdent(self) -> int | None:
-        """Start of the first line indented by less than `n_indent`, not counting the line that the prefix has begun; None without one."""
+        """Start of the first line indented by less than `n_indent`, not counting the line that the
+        prefix has begun; None without one.
+        """
         if not self.n_indent:
             return None
         for match in _LINE_START.finditer(self.text):
@@ -61,8 +71,17 @@ class LlamaCppOutput(Output):
 
     def fields(self, content: str, tokens: list[int]) -> dict[str, Any]:
         """The fields of each event and answer, with this text and these tokens."""
-        counts = {"tokens_predicted": len(self.tokens), "tokens_evaluated": len(self.choice.request.prompt)}
-        return {"index": self.choice.index, "content": content, "tokens": tokens, "stop": False, "id_slot": -1} | counts
+        counts = {
+            "tokens_predicted": len(self.tokens),
+            "tokens_evaluated": len(self.choice.request.prompt),
+        }
+        return {
+            "index": self.choice.index,
+            "content": content,
+            "tokens": tokens,
+            "stop": False,
+            "id_slot": -1,
+        } | counts
 
     def timings(self) -> dict[str, float]:
         """Times and speeds of the prompt and of the output."""
@@ -82,9 +101,13 @@ class LlamaCppOutput(Output):
 
 
 class LlamaCppReply(Reply):
-    """A reply of /infill or /completion: an object, or a list of them where there are several sequences."""
+    """A reply of /infill or /completion: an object, or a list of them where there are several
+    sequences.
+    """
 
-    def __init__(self, body: LlamaCppBody, model_id: str, generation: Generation, streams: OpenStreams) -> None:
+    def __init__(
+        self, body: LlamaCppBody, model_id: str, generation: Generation, streams: OpenStreams
+    ) -> None:
         self.body = body
         self.codec = generation.codec
         self.n_ctx = generation.max_total_tokens
@@ -92,10 +115,15 @@ class LlamaCppReply(Reply):
         self.model_id = model_id
         n_indent, limit = body.n_indent or 0, body.t_max_predict_ms or 0
         seconds = limit / 1e3 if limit > 0 else inf
-        self.outputs = [LlamaCppOutput(choice, n_indent=n_indent, max_seconds=seconds) for choice in streams.choices]
+        self.outputs = [
+            LlamaCppOutput(choice, n_indent=n_indent, max_seconds=seconds)
+            for choice in streams.choices
+        ]
 
     @classmethod
-    async def open(cls, generation: Generation, body: LlamaCppBody, model_id: str, reservation: Reservation) -> "LlamaCppReply":
+    async def open(
+        cls, generation: Generation, body: LlamaCppBody, model_id: str, reservation: Reservation
+    ) -> "LlamaCppReply":
         """Makes the prompts and starts their sequences. Raises RequestError."""
         requests: list[Request] = []
         sampling = await body.draws(generation, reservation.client)
@@ -134,12 +162,18 @@ class LlamaCppReply(Reply):
         chunk |= self._probabilities(new)
         if self.body.timings_per_token:
             chunk["timings"] = output.timings()
-        return [chunk if output.end is None else self._selected(chunk | self._ending(output, output.end))]
+        return [
+            chunk
+            if output.end is None
+            else self._selected(chunk | self._ending(output, output.end))
+        ]
 
     def full_response(self) -> Any:
         answers = [
             self._selected(
-                output.fields(output.text, [token.id for token in output.tokens if self.body.return_tokens])
+                output.fields(
+                    output.text, [token.id for token in output.tokens if self.body.return_tokens]
+                )
                 | self._probabilities(output.tokens)
                 | self._ending(output, output.end)
             )
@@ -151,7 +185,8 @@ class LlamaCppReply(Reply):
     def _probabilities(self, tokens: list[OutputToken]) -> dict[str, Any]:
         """The log-probabilities of these tokens, if `n_probs` asks for them."""
         rows = (
-            self._entry(token.id, token.logprob) | {"token": token.text, "top_logprobs": [self._entry(*top) for top in token.top]}
+            self._entry(token.id, token.logprob)
+            | {"token": token.text, "top_logprobs": [self._entry(*top) for top in token.top]}
             for token in tokens
         )
         return {"completion_probabilities": rows} if self.body.n_probs else {}
@@ -161,7 +196,9 @@ class LlamaCppReply(Reply):
         return {"id": id, "token": text, "bytes": bytes, "logprob": logprob}
 
     def _selected(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """The fields named by `response_fields`, `a/b` for b inside a; missing ones are left out."""
+        """The fields named by `response_fields`, `a/b` for b inside a; missing ones are left
+        out.
+        """
         if not self.body.response_fields:
             return answer
         selected = {}

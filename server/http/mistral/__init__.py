@@ -15,7 +15,10 @@ def routes(context: Context) -> list[Route]:
     """The routes of this extension."""
     handlers = FimRoutes(context)
     paths = "/v1/fim/completions", "/fim/completions"
-    return [Route(path, ("POST",), handlers.fim, Dialect.OPENAI, generates=True, tag="openai") for path in paths]
+    return [
+        Route(path, ("POST",), handlers.fim, Dialect.OPENAI, generates=True, tag="openai")
+        for path in paths
+    ]
 
 
 class FimRoutes(Handlers):
@@ -24,6 +27,7 @@ class FimRoutes(Handlers):
     async def fim(self, http: HttpRequest) -> Response:
         """Fill the gap between two texts, in Mistral's form.
 
-        The fields of /v1/completions, answered as a chat completion. Without `suffix` the prompt is continued.
+        The fields of /v1/completions, answered as a chat completion. Without `suffix` the prompt is
+        continued.
         """
         return await self.answer(http, FimBody, FimReply.open)

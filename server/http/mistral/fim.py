@@ -1,4 +1,6 @@
-"""/fim/completions: Mistral's fill-in-the-middle request, which is a completion whose answer has the form of a chat completion."""
+"""/fim/completions: Mistral's fill-in-the-middle request, which is a completion whose answer has
+the form of a chat completion.
+"""
 
 from typing import Any
 
@@ -11,15 +13,17 @@ from server.http.openai.fields import CompletionBody
 
 
 class FimBody(CompletionBody):
-    """The body of POST /v1/fim/completions: that of /v1/completions, with Mistral's name of the seed, and its defaults."""
+    """The body of POST /v1/fim/completions: that of /v1/completions, with Mistral's name of the
+    seed, and its defaults.
+    """
 
     max_tokens: fields.Limit | None = None
-    """Most tokens to generate for each output. 0 only with `echo`. -1, the default: as many as still fit
-    into the context.
+    """Most tokens to generate for each output. 0 only with `echo`. -1, the default: as many as
+    still fit into the context.
     """
     seed: fields.Seed = Field(default=None, validation_alias=AliasChoices("seed", "random_seed"))
-    """Seed of the random draws, as on /v1/completions. -1, the default: drawn at random for each request. `random_seed` is another
-    name of it.
+    """Seed of the random draws, as on /v1/completions. -1, the default: drawn at random for each
+    request. `random_seed` is another name of it.
     """
 
     @property
@@ -41,4 +45,7 @@ class FimReply(CompletionReply):
 
 def _as_chat(choice: dict[str, Any], key: str) -> dict[str, Any]:
     """A choice of a completion with its text where one of a chat completion has it."""
-    return {"index": choice.pop("index"), key: {"role": "assistant", "content": choice.pop("text")}} | choice
+    return {
+        "index": choice.pop("index"),
+        key: {"role": "assistant", "content": choice.pop("text")},
+    } | choice

@@ -18,15 +18,23 @@ from server.text.jobs import EncodeChat
 from server.text.service import Source
 
 
-async def with_calls(generation: Generation, body: ChatBody, request: Request, client: str) -> Request:
-    """The request with what it needs for the model's thoughts and the calls of its tools. Raises RequestError."""
+async def with_calls(
+    generation: Generation, body: ChatBody, request: Request, client: str
+) -> Request:
+    """The request with what it needs for the model's thoughts and the calls of its tools. Raises
+    RequestError.
+    """
     named, source = body.named, body.source() if body.calls == "auto" else None
     functions = [
-        (tool.function.name, tool.function.parameters) for tool in body.tools or () if named is None or tool.function.name in named.names
+        (tool.function.name, tool.function.parameters)
+        for tool in body.tools or ()
+        if named is None or tool.function.name in named.names
     ]
     is_parallel = body.parallel_tool_calls is not False and not (named and named.function)
     text = None if source is None else (source.kind, source.text)
-    plan = generation.texts.texts.calls.plan(request.prompt, body.calls, functions, is_parallel, text, request.stop_token_ids)
+    plan = generation.texts.texts.calls.plan(
+        request.prompt, body.calls, functions, is_parallel, text, request.stop_token_ids
+    )
     request = replace(request, parser=plan.parser, stop_token_ids=plan.stops, ignored=plan.ignored)
     if not plan.rules:
         return request
@@ -40,7 +48,9 @@ class ChatReply(OpenAIReply):
 
     body: ChatBody
 
-    def __init__(self, body: ChatBody, model_id: str, generation: Generation, streams: OpenStreams) -> None:
+    def __init__(
+        self, body: ChatBody, model_id: str, generation: Generation, streams: OpenStreams
+    ) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         super().__init__("chatcmpl", kind, model_id, body, generation, streams)
         self.thoughts = [""] * len(self.outputs)
@@ -49,22 +59,44 @@ class ChatReply(OpenAIReply):
 
     @staticmethod
     async def prepare(generation: Generation, body: ChatBody, client: str) -> Request:
-        """The internal request, with the prompt that the chat template makes. Raises RequestError."""
+        """The internal request, with the prompt that the chat template makes. Raises
+        RequestError.
+        """
         given = body.chat_input(generation.texts.texts.calls.form is not None)
-        prompt = await generation.tokenize(EncodeChat(given), client, truncated=body.truncate_prompt_tokens is not None)
+        prompt = await generation.tokenize(
+            EncodeChat(given), client, truncated=body.truncate_prompt_tokens is not None
+        )
         prompt = body.truncated(prompt, generation.max_total_tokens)
-        return await with_calls(generation, body, await body.request(generation, client, prompt), client)
+        return await with_calls(
+            generation, body, await body.request(generation, client, prompt), client
+        )
 
     @classmethod
-    async def open(cls, generation: Generation, body: ChatBody, model_id: str, reservation: Reservation) -> "ChatReply":
+    async def open(
+        cls, generation: Generation, body: ChatBody, model_id: str, reservation: Reservation
+    ) -> "ChatReply":
         """Applies the chat template and starts the sequences. Raises RequestError."""
         request = await cls.prepare(generation, body, reservation.client)
-        return cls(body, model_id, generation, generation.start(with_choices(request, body.n or 1), reservation))
+        return cls(
+            body,
+            model_id,
+            generation,
+            generation.start(with_choices(request, body.n or 1), reservation),
+        )
 
     def first_chunks(self) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         return [
-            self.chunk([{"index": output.choice.index, "delta": delta, "logprobs": None, "finish_reason": None}])
+            self.chunk(
+                [
+                    {
+                        "index": output.choice.index,
+                        "delta": delta,
+                        "logprobs": None,
+                        "finish_reason": None,
+                    }
+                ]
+            )
             | self.prompt_token_ids(output)
             for output in self.outputs
         ]
@@ -75,7 +107,9 @@ class ChatReply(OpenAIReply):
         for call in piece.calls:
             if call.name is not None:
                 id = f"call_{self.streams.reservation.reply_id}-{piece.choice}-{call.index}"
-                calls.append({"id": id, "type": "function", "function": {"name": call.name, "arguments": ""}})
+                calls.append(
+                    {"id": id, "type": "function", "function": {"name": call.name, "arguments": ""}}
+                )
             calls[call.index]["function"]["arguments"] += call.arguments
         return super().take(piece)
 
@@ -85,11 +119,25 @@ class ChatReply(OpenAIReply):
         delta: dict[str, Any] = {"reasoning_content": piece.thought} if piece.thought else {}
         if piece.calls:
             begun = self.calls[piece.choice]
-            added = [({"function": {"arguments": call.arguments}} if call.name is None else begun[call.index]) for call in piece.calls]
-            delta["tool_calls"] = [{"index": call.index} | more for call, more in zip(piece.calls, added, strict=True)]
+            added = [
+                (
+                    {"function": {"arguments": call.arguments}}
+                    if call.name is None
+                    else begun[call.index]
+                )
+                for call in piece.calls
+            ]
+            delta["tool_calls"] = [
+                {"index": call.index} | more for call, more in zip(piece.calls, added, strict=True)
+            ]
         if piece.text or not delta:
             delta["content"] = piece.text
-        if not any(delta.values()) and piece.finish is None and not self.body.logprobs and not self.body.return_token_ids:
+        if (
+            not any(delta.values())
+            and piece.finish is None
+            and not self.body.logprobs
+            and not self.body.return_token_ids
+        ):
             return []
         choice = {
             "index": piece.choice,
@@ -118,13 +166,25 @@ class ChatReply(OpenAIReply):
         if isinstance(output.stop, int) and output.stop not in (self.body.stop_token_ids or ()):
             ending["stop_reason"] = None  # A token of the model's format.
         calls = self.calls[output.choice.index]
-        has_called = calls and ending["finish_reason"] == "stop" and _is_whole(calls[-1]["function"]["arguments"])
+        has_called = (
+            calls
+            and ending["finish_reason"] == "stop"
+            and _is_whole(calls[-1]["function"]["arguments"])
+        )
         return ending | {"finish_reason": "tool_calls"} if has_called else ending
 
     def _message(self, output: Output) -> dict[str, Any]:
         thought, calls = self.thoughts[output.choice.index], self.calls[output.choice.index]
-        message = {"role": "assistant", "content": output.text or (None if calls else ""), "refusal": None}
-        return message | ({"reasoning_content": thought} if thought else {}) | ({"tool_calls": calls} if calls else {})
+        message = {
+            "role": "assistant",
+            "content": output.text or (None if calls else ""),
+            "refusal": None,
+        }
+        return (
+            message
+            | ({"reasoning_content": thought} if thought else {})
+            | ({"tool_calls": calls} if calls else {})
+        )
 
     def _logprobs(self, tokens: Sequence[OutputToken]) -> dict[str, Any] | None:
         if self.body.num_top is None:
@@ -132,13 +192,22 @@ class ChatReply(OpenAIReply):
         return {
             "content": (
                 self._entry(token.id, token.logprob, token.text)
-                | {"top_logprobs": [self._entry(id, logprob, token.text if id == token.id else None) for id, logprob in token.top]}
+                | {
+                    "top_logprobs": [
+                        self._entry(id, logprob, token.text if id == token.id else None)
+                        for id, logprob in token.top
+                    ]
+                }
                 for token in tokens
             )
         }
 
     def _entry(self, id: int, logprob: float | None, text: str | None = None) -> dict[str, Any]:
-        return {"token": self.token_name(id, text), "logprob": logprob, "bytes": list(self.codec.token_bytes(id))}
+        return {
+            "token": self.token_name(id, text),
+            "logprob": logprob,
+            "bytes": list(self.codec.token_bytes(id)),
+        }
 
 
 def _is_whole(arguments: str) -> bool:

@@ -19,17 +19,29 @@ from server.http.unknown_fields import quoted
 from server.text.calls.parser import Calls
 from server.text.conversation import ChatInput
 
-RESERVED = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "unk_token", "pad_token"}
+RESERVED = {
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "pad_token",
+}
 """Variables of chat templates that no request sets by `chat_template_kwargs`."""
 
 
 def _not_reserved(variables: dict[str, Any]) -> dict[str, Any]:
     if taken := RESERVED & variables.keys():
-        raise ValueError(f"`chat_template_kwargs` cannot have {min(taken)!a}, which the server sets")
+        raise ValueError(
+            f"`chat_template_kwargs` cannot have {min(taken)!a}, which the server sets"
+        )
     return variables
 
 
-TemplateVariables = Annotated[dict[fields.Name, fields.Json], Field(max_length=64), AfterValidator(_not_reserved)]
+TemplateVariables = Annotated[
+    dict[fields.Name, fields.Json], Field(max_length=64), AfterValidator(_not_reserved)
+]
 FunctionName = Annotated[str, Field(max_length=64, pattern="^[A-Za-z0-9_.-]{1,64}$")]
 
 
@@ -46,7 +58,9 @@ Parts = Annotated[list[TextPart], Field(max_length=1024, fail_fast=True)]
 
 
 def _in_parts(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(fields.text_or_list(value), str) else value
+    return (
+        [{"type": "text", "text": value}] if isinstance(fields.text_or_list(value), str) else value
+    )
 
 
 TextParts = Annotated[Parts, BeforeValidator(_in_parts, fields.Text | Parts)]
@@ -58,7 +72,9 @@ def _arguments(text: str) -> dict[str, Any]:
     try:
         return parse(text.encode(), unique=False) if text else {}
     except MalformedBody:
-        raise InvalidRequest("`arguments` of a call must be the text of a JSON object", param="messages") from None
+        raise InvalidRequest(
+            "`arguments` of a call must be the text of a JSON object", param="messages"
+        ) from None
 
 
 def _written(value: Any) -> Any:
@@ -70,9 +86,11 @@ class CalledFunction(Body):
 
     name: FunctionName
     """The function's name."""
-    arguments: Annotated[fields.Text, BeforeValidator(_written, fields.Text | fields.JsonObject)] = ""
-    """Its arguments: a JSON object, or the text of one. Up to 524,288 characters in all calls of a request.
-    Default: none.
+    arguments: Annotated[
+        fields.Text, BeforeValidator(_written, fields.Text | fields.JsonObject)
+    ] = ""
+    """Its arguments: a JSON object, or the text of one. Up to 524,288 characters in all calls of a
+    request. Default: none.
     """
 
 
@@ -88,16 +106,20 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """A message of a conversation. Images and audio are refused: the models served here read and write text."""
+    """A message of a conversation. Images and audio are refused: the models served here read and
+    write text.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    """The author of the message. The checkpoint's chat template decides which roles may follow each other; where it does not know
-    `developer`, that is `system`.
+    """The author of the message. The checkpoint's chat template decides which roles may follow each
+    other; where it does not know `developer`, that is `system`.
     """
     content: TextParts | None = None
-    """The text, or a list of parts which are joined. Special tokens are not recognised in it. Only an assistant's message may have none."""
+    """The text, or a list of parts which are joined. Special tokens are not recognised in it. Only
+    an assistant's message may have none."""
     name: str | None = Field(default=None, max_length=256)
-    """The author's name, for chat templates that use it; of a `tool`'s message the function's, by default that of the call."""
+    """The author's name, for chat templates that use it; of a `tool`'s message the function's, by
+    default that of the call."""
     tool_calls: list[ToolCall] | None = Field(default=None, max_length=128, fail_fast=True)
     """The calls of an assistant's message. Up to 128."""
     tool_call_id: fields.Name | None = None
@@ -109,7 +131,9 @@ class Message(Body):
     def _check_role(self) -> "Message":
         self.tool_calls = self.tool_calls or None
         if self.role != "assistant" and (self.tool_calls or self.reasoning_content):
-            raise ValueError("`tool_calls` and `reasoning_content` belong to messages of the role assistant")
+            raise ValueError(
+                "`tool_calls` and `reasoning_content` belong to messages of the role assistant"
+            )
         if self.role != "tool" and self.tool_call_id:
             raise ValueError("`tool_call_id` belongs to messages of the role tool")
         if self.role != "assistant" and self.content is None:
@@ -122,17 +146,31 @@ MAX_ARGUMENT_CHARS = 2**19
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages as a chat template receives them. One with a result has the name of the function, by default that of the call.
-    Raises InvalidRequest.
+    """The messages as a chat template receives them. One with a result has the name of the
+    function, by default that of the call. Raises InvalidRequest.
     """
-    if sum(len(call.function.arguments) for message in messages for call in message.tool_calls or ()) > MAX_ARGUMENT_CHARS:
-        text = f"the calls' `arguments` have more than {MAX_ARGUMENT_CHARS} characters in all; leave out the first messages"
+    if (
+        sum(
+            len(call.function.arguments)
+            for message in messages
+            for call in message.tool_calls or ()
+        )
+        > MAX_ARGUMENT_CHARS
+    ):
+        text = (
+            f"the calls' `arguments` have more than {MAX_ARGUMENT_CHARS} characters in all; "
+            "leave out the first messages"
+        )
         raise InvalidRequest(text, param="messages")
     names: dict[str | None, str] = {}
     plain = []
     for message in messages:
         names |= {call.id: call.function.name for call in message.tool_calls or ()}
-        name = {"name": names[message.tool_call_id]} if message.role == "tool" and message.tool_call_id in names else {}
+        name = (
+            {"name": names[message.tool_call_id]}
+            if message.role == "tool" and message.tool_call_id in names
+            else {}
+        )
         content = "".join(part.text for part in message.content or ())
         given = message.model_dump(exclude={"type"}, exclude_none=True)
         for call in given.get("tool_calls", ()):
@@ -219,7 +257,8 @@ def _chosen(value: Any) -> Any:
 
 
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<word>")] | Annotated[NamedTools, Tag("<object>")],
+    Annotated[Literal["none", "auto", "required"], Tag("<word>")]
+    | Annotated[NamedTools, Tag("<object>")],
     Discriminator(lambda value: "<object>" if isinstance(value, dict | NamedTools) else "<word>"),
     BeforeValidator(_chosen, Literal["none", "auto", "required", "any"] | NamedTools),
 ]
@@ -231,25 +270,33 @@ class TemplateFields(Body):
     """Fields that set variables of the chat template."""
 
     chat_template_kwargs: TemplateVariables | None = None
-    """Further variables of the chat template, such as `enable_thinking`. One that it does not read is
-    ignored and told. Up to 64.
+    """Further variables of the chat template, such as `enable_thinking`. One that it does not read
+    is ignored and told. Up to 64.
     """
     reasoning_effort: fields.Json = None
     """How much the model should think, in the template's words, such as `low`: its variable
-    `reasoning_effort`, or `enable_thinking`, which is false for `none` and `minimal`. It is ignored and told
-    where the template reads neither, or it is no text.
+    `reasoning_effort`, or `enable_thinking`, which is false for `none` and `minimal`. It is ignored
+    and told where the template reads neither, or it is no text.
     """
 
     def fit(self, variables: Container[str]) -> list[str]:
-        """Leaves out what sets none of the `variables` that the chat template reads. Returns its places."""
+        """Leaves out what sets none of the `variables` that the chat template reads. Returns its
+        places.
+        """
         given, effort = dict(self.chat_template_kwargs or {}), self.reasoning_effort
-        switch = next((name for name in ("reasoning_effort", "enable_thinking") if name in variables), None)
-        told = [] if effort is None or (switch and isinstance(effort, str)) else ["reasoning_effort"]
+        switch = next(
+            (name for name in ("reasoning_effort", "enable_thinking") if name in variables), None
+        )
+        told = (
+            [] if effort is None or (switch and isinstance(effort, str)) else ["reasoning_effort"]
+        )
         if switch and isinstance(effort, str):
             value = effort if switch == "reasoning_effort" else effort not in NO_THOUGHTS
             given.setdefault(switch, value)
         self.chat_template_kwargs = {name: given[name] for name in given if name in variables}
-        return told + [f"chat_template_kwargs.{quoted(name)}" for name in given if name not in variables]
+        return told + [
+            f"chat_template_kwargs.{quoted(name)}" for name in given if name not in variables
+        ]
 
 
 class Conversation(TemplateFields):
@@ -258,20 +305,21 @@ class Conversation(TemplateFields):
     messages: list[Message] = Field(min_length=1, max_length=1024, fail_fast=True)
     """The conversation, oldest message first. 1 to 1024 messages."""
     add_generation_prompt: bool | None = None
-    """Whether the chat template begins the assistant's answer after the last message. Default: true."""
+    """Whether the chat template begins the assistant's answer after the last message. Default:
+    true."""
     continue_final_message: bool | None = None
-    """Whether the output continues the last message, an assistant's, as if the model had begun it so; the answer holds what is added. Not
-    with `add_generation_prompt`. Default: false.
+    """Whether the output continues the last message, an assistant's, as if the model had begun it
+    so; the answer holds what is added. Not with `add_generation_prompt`. Default: false.
     """
     tools: list[Tool] | None = Field(default=None, max_length=128, fail_fast=True)
-    """Functions that the model may call. Up to 128. With `response_format` or `structured_outputs` text
-    follows these, and calls follow the functions. Default: none.
+    """Functions that the model may call. Up to 128. With `response_format` or `structured_outputs`
+    text follows these, and calls follow the functions. Default: none.
     """
     tool_choice: ToolChoice | None = None
-    """`none`: nothing is called, and the tools are not shown to the model; `auto`: the model decides, if
-    GET /v1/models shows a `tool_call_format`, else the output is text; `required`, or `any`: the output
-    is calls; or the function that is called, once; or, with the type `allowed_tools`, those of the tools
-    that may be called. Default: `auto` with `tools`.
+    """`none`: nothing is called, and the tools are not shown to the model; `auto`: the model
+    decides, if GET /v1/models shows a `tool_call_format`, else the output is text; `required`, or
+    `any`: the output is calls; or the function that is called, once; or, with the type
+    `allowed_tools`, those of the tools that may be called. Default: `auto` with `tools`.
     """
 
     @model_validator(mode="after")
@@ -279,10 +327,17 @@ class Conversation(TemplateFields):
         if not self.messages:  # On /tokenize, without a conversation.
             return self
         last = self.messages[-1]
-        if self.continue_final_message and (last.role != "assistant" or not last.content or last.tool_calls):
-            raise ValueError("`continue_final_message` needs a last message of the role assistant, with content and no calls")
+        if self.continue_final_message and (
+            last.role != "assistant" or not last.content or last.tool_calls
+        ):
+            raise ValueError(
+                "`continue_final_message` needs a last message of the role assistant, with "
+                "content and no calls"
+            )
         if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("`continue_final_message` cannot be combined with `add_generation_prompt`")
+            raise ValueError(
+                "`continue_final_message` cannot be combined with `add_generation_prompt`"
+            )
         names = [tool.function.name for tool in self.tools or ()]
         if len({*names}) < len(names):
             raise ValueError("`tools` has two functions of the same name")
@@ -307,13 +362,15 @@ class Conversation(TemplateFields):
         return "auto" if mode in (None, "auto") else "required"
 
     def chat_input(self, can_call: bool = True) -> ChatInput:
-        """What the chat template is given. `can_call`: calls are recognised under `auto` too; if not, the
-        model is not told how to write some.
+        """What the chat template is given. `can_call`: calls are recognised under `auto` too; if
+        not, the model is not told how to write some.
         """
         return ChatInput(
             plain_messages(self.messages),
             self.add_generation_prompt is not False and not self.continue_final_message,
-            [] if self.calls == "none" else [tool.model_dump(exclude={"function": {"strict"}}) for tool in self.tools or ()],
+            []
+            if self.calls == "none"
+            else [tool.model_dump(exclude={"function": {"strict"}}) for tool in self.tools or ()],
             self.chat_template_kwargs or {},
             bool(self.continue_final_message),
             can_call or self.calls != "auto",
@@ -324,22 +381,26 @@ class TemplateBody(Conversation):
     """The body of POST /apply-template. Null is the default of every field but `messages`."""
 
     model: fields.Name | None = None
-    """A name that GET /v1/models lists, or what --model was given; `dummy`, `tgi` and "" too. Default: the served model."""
+    """A name that GET /v1/models lists, or what --model was given; `dummy`, `tgi` and "" too.
+    Default: the served model."""
 
 
 class ChatBody(Conversation, ChatSlotFields, GenerationBody):
     """The body of POST /v1/chat/completions. Null is the default of every field but `messages`."""
 
     max_tokens: fields.Limit | None = None
-    """Most tokens to generate for each output. -1, the default: as many as still fit into the context."""
+    """Most tokens to generate for each output. -1, the default: as many as still fit into the
+    context."""
     max_completion_tokens: fields.Limit | None = None
     """OpenAI's newer name of `max_tokens`."""
     logprobs: bool | None = None
     """Return the log-probability of each output token. Default: false."""
     top_logprobs: fields.NumTop | None = None
-    """Return this many most likely tokens at each position of the output; only with `logprobs`. Default: 0."""
+    """Return this many most likely tokens at each position of the output; only with `logprobs`.
+    Default: 0."""
     parallel_tool_calls: bool | None = None
-    """Whether an output may have several calls, up to 128. Default: true, but for a named function."""
+    """Whether an output may have several calls, up to 128. Default: true, but for a named
+    function."""
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "ChatBody":
@@ -347,13 +408,17 @@ class ChatBody(Conversation, ChatSlotFields, GenerationBody):
             if getattr(self, name) == 0:
                 raise ValueError(f"`{name}` must be >= 1, or -1 for no limit. Given: 0")
         if len(self._maxima) > 1:
-            raise ValueError("`max_tokens`, `max_completion_tokens` and `n_predict` differ; give one of them")
+            raise ValueError(
+                "`max_tokens`, `max_completion_tokens` and `n_predict` differ; give one of them"
+            )
         if self.top_logprobs and not self.logprobs:
             raise ValueError("`top_logprobs` is allowed only with `logprobs`")
         if self.calls == "none":
             return self
         if self.logprob_token_ids:
-            raise ValueError("`logprob_token_ids` cannot be combined with `tools`, as calls follow a grammar")
+            raise ValueError(
+                "`logprob_token_ids` cannot be combined with `tools`, as calls follow a grammar"
+            )
         return self
 
     @property

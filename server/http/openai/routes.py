@@ -38,7 +38,9 @@ class OpenAIRoutes(Handlers):
         self.created = int(time.time())
 
     def routes(self) -> list[Route]:
-        generating = partial(Route, methods=("POST",), dialect=Dialect.OPENAI, generates=True, tag="openai")
+        generating = partial(
+            Route, methods=("POST",), dialect=Dialect.OPENAI, generates=True, tag="openai"
+        )
         shown = partial(Route, methods=("GET",), dialect=Dialect.OPENAI, tag="openai")
         return [
             generating("/v1/completions", handler=self.completions),
@@ -57,7 +59,8 @@ class OpenAIRoutes(Handlers):
     async def chat(self, http: HttpRequest) -> Response:
         """Write the next message of a conversation.
 
-        The checkpoint's own chat template makes the prompt; for a checkpoint without one use /v1/completions.
+        The checkpoint's own chat template makes the prompt; for a checkpoint without one use
+        /v1/completions.
         """
         return await self.answer(http, *BODIES["/v1/chat/completions"])
 
@@ -66,7 +69,9 @@ class OpenAIRoutes(Handlers):
 
         Once under each of its names; the first is the one in replies.
         """
-        return JSONResponse({"object": "list", "data": [self._model(name) for name in self.names.listed]})
+        return JSONResponse(
+            {"object": "list", "data": [self._model(name) for name in self.names.listed]}
+        )
 
     async def model(self, name: str) -> Response:
         """Show the served model by one of its names.
@@ -92,12 +97,18 @@ class OpenAIRoutes(Handlers):
         }
 
     async def response_without_http(self, path: str, value: dict[str, Any], caller: str) -> Any:
-        """The JSON value of the response to POST `path` with this body, without HTTP (`onehead batch`). Raises RequestError."""
+        """The JSON value of the response to POST `path` with this body, without HTTP (`onehead
+        batch`). Raises RequestError.
+        """
         for name in ("stream", "resumable"):
             if value.get(name):
-                raise InvalidRequest(f"`{name}` is not supported here: answers are not streamed", param=name)
+                raise InvalidRequest(
+                    f"`{name}` is not supported here: answers are not streamed", param=name
+                )
         if path not in BODIES:
-            raise InvalidRequest("`url` must be /v1/completions or /v1/chat/completions", param="url")
+            raise InvalidRequest(
+                "`url` must be /v1/completions or /v1/chat/completions", param="url"
+            )
         schema, open = BODIES[path]
         reservation = self.generation.client.reserve(caller)
         try:

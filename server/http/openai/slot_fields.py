@@ -1,4 +1,6 @@
-"""Fields that llama.cpp's editors send to every generating route, /v1/chat/completions among them."""
+"""Fields that llama.cpp's editors send to every generating route, /v1/chat/completions among
+them.
+"""
 
 import secrets
 from collections.abc import Sequence
@@ -43,8 +45,8 @@ class SlotFields(Body):
     """Fields that llama.cpp's editors send to every generating route."""
 
     samplers: Samplers | None = None
-    """Samplers to use; `top_k`, `top_p`, `min_p`, `typ_p` and `temperature` are off when not in this list. Others are accepted and add
-    nothing, and the order is the server's own. Default: all.
+    """Samplers to use; `top_k`, `top_p`, `min_p`, `typ_p` and `temperature` are off when not in
+    this list. Others are accepted and add nothing, and the order is the server's own. Default: all.
     """
     cache_prompt: bool | None = None
     """False: the KV cache of this request is shared with no other. Default: true."""

@@ -1,4 +1,6 @@
-"""Pages for people: the playground at GET /, and the events of GET /monitor that its page map shows."""
+"""Pages for people: the playground at GET /, and the events of GET /monitor that its page map
+shows.
+"""
 
 from server.http.handlers import Context
 from server.http.page.files import file_routes

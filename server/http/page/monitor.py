@@ -1,4 +1,6 @@
-"""Routes that show the KV cache and statistics: /monitor as events, and /monitor/cache to compare its state of the cache with."""
+"""Routes that show the KV cache and statistics: /monitor as events, and /monitor/cache to compare
+its state of the cache with.
+"""
 
 import asyncio
 from functools import partial
@@ -32,8 +34,9 @@ class MonitorRoutes:
     async def watch(self, http: HttpRequest) -> Response:
         """Watch the pages of the KV cache, and the server's counts.
 
-        Server-sent events without an end: `cache` says what each page holds and which sequences are open, when that has changed, at
-        most 4 times a second; `stats` has counts and latencies, once a second.
+        Server-sent events without an end: `cache` says what each page holds and which sequences are
+        open, when that has changed, at most 4 times a second; `stats` has counts and latencies,
+        once a second.
         """
         monitor = self._client.monitor
         viewer = monitor.join(exchange_of(http).client)
@@ -48,4 +51,6 @@ class MonitorRoutes:
             async with asyncio.timeout(DUMP_SECONDS):
                 return Response(await self._client.cache_dump(), media_type="application/json")
         except TimeoutError:
-            raise Unavailable("the engine is not ready, or does not answer; try again later", retry_after=1) from None
+            raise Unavailable(
+                "the engine is not ready, or does not answer; try again later", retry_after=1
+            ) from None

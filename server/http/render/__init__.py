@@ -1,5 +1,5 @@
-"""The token ids of requests, for routers that look for their prefixes: POST /v1/completions/render and
-/v1/chat/completions/render, as vLLM has them.
+"""The token ids of requests, for routers that look for their prefixes: POST /v1/completions/render
+and /v1/chat/completions/render, as vLLM has them.
 """
 
 import secrets
@@ -37,18 +37,27 @@ class RenderRoutes(Handlers):
     async def completions(self, http: HttpRequest) -> Response:
         """Show the tokens of prompts.
 
-        Those that POST /v1/completions computes for the same body, in vLLM's form, for routers that look for their prefixes.
+        Those that POST /v1/completions computes for the same body, in vLLM's form, for routers that
+        look for their prefixes.
         """
-        prepared = await CompletionReply.prepare(self.generation, await self._body(http, CompletionBody), exchange_of(http).client)
-        rendered = [self._rendered(http, f"cmpl-{secrets.token_hex(16)}", request) for request, _ in prepared]
+        prepared = await CompletionReply.prepare(
+            self.generation, await self._body(http, CompletionBody), exchange_of(http).client
+        )
+        rendered = [
+            self._rendered(http, f"cmpl-{secrets.token_hex(16)}", request)
+            for request, _ in prepared
+        ]
         return await self.answers.json_answers.response(rendered)
 
     async def chat(self, http: HttpRequest) -> Response:
         """Show the tokens of a conversation.
 
-        Those that POST /v1/chat/completions computes for the same body, in vLLM's form, for routers that look for their prefixes.
+        Those that POST /v1/chat/completions computes for the same body, in vLLM's form, for routers
+        that look for their prefixes.
         """
-        request = await ChatReply.prepare(self.generation, await self._body(http, ChatBody), exchange_of(http).client)
+        request = await ChatReply.prepare(
+            self.generation, await self._body(http, ChatBody), exchange_of(http).client
+        )
         rendered = self._rendered(http, f"chatcmpl-{secrets.token_hex(16)}", request)
         return await self.answers.json_answers.response(rendered)
 
@@ -60,7 +69,9 @@ class RenderRoutes(Handlers):
         return body
 
     def _rendered(self, http: HttpRequest, id: str, request: Request) -> dict[str, Any]:
-        self.generation.client.admission.clients[exchange_of(http).client].tokens.level -= len(request.prompt)
+        self.generation.client.admission.clients[exchange_of(http).client].tokens.level -= len(
+            request.prompt
+        )
         return {
             "request_id": id,
             "token_ids": iter(request.prompt),

@@ -1,7 +1,7 @@
 """TGI's dialect: POST /generate, /generate_stream and /, GET /info.
 
-Fields, events and errors are those of text-generation-inference, with vLLM's names inside `parameters` for fields that TGI lacks. It knows
-nothing of OpenAI's dialect.
+Fields, events and errors are those of text-generation-inference, with vLLM's names inside
+`parameters` for fields that TGI lacks. It knows nothing of OpenAI's dialect.
 """
 
 import time
@@ -33,7 +33,14 @@ from server.text.jobs import Encode
 class TgiRoutes:
     """Handlers of the routes of TGI's dialect."""
 
-    def __init__(self, generation: Generation, section: ServerSection, model_id: str, version: str, answers: Answers) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        section: ServerSection,
+        model_id: str,
+        version: str,
+        answers: Answers,
+    ) -> None:
         self.generation = generation
         self.answers = answers
         self.section = section
@@ -44,7 +51,14 @@ class TgiRoutes:
         tag = "text-generation-inference"
         return [
             Route("/generate", ("POST",), self.generate, Dialect.TGI, generates=True, tag=tag),
-            Route("/generate_stream", ("POST",), self.generate_stream, Dialect.TGI, generates=True, tag=tag),
+            Route(
+                "/generate_stream",
+                ("POST",),
+                self.generate_stream,
+                Dialect.TGI,
+                generates=True,
+                tag=tag,
+            ),
             Route("/", ("POST",), self.root, Dialect.TGI, generates=True, tag=tag),
             Route("/info", ("GET",), self.info, Dialect.TGI, tag=tag),
         ]
@@ -112,7 +126,9 @@ class TgiRoutes:
         with tgi_error_prefix():
             return await read_model(http, GenerateBody, self.section)
 
-    async def _answer(self, http: HttpRequest, body: GenerateBody, stream: bool, echo: bool, in_list: bool = False) -> Response:
+    async def _answer(
+        self, http: HttpRequest, body: GenerateBody, stream: bool, echo: bool, in_list: bool = False
+    ) -> Response:
         arrival = time.monotonic()
         # TGI's quirk: without `parameters` a request samples, with empty ones it is greedy.
         parameters = body.parameters or Parameters(do_sample=True)
@@ -120,26 +136,41 @@ class TgiRoutes:
             if stream and (parameters.best_of or 1) > 1:
                 raise InvalidRequest("`best_of` != 1 is not supported when streaming tokens")
             if stream and parameters.decoder_input_details:
-                raise InvalidRequest("`decoder_input_details` == true is not supported when streaming tokens")
+                raise InvalidRequest(
+                    "`decoder_input_details` == true is not supported when streaming tokens"
+                )
             delivery = Delivery.of(http, stream, body.resumable)
             requests = await self._requests(body, parameters, exchange_of(http).client)
             streams = self.generation.start(requests, exchange_of(http).reserved)
         echoed = body.inputs if default(parameters.return_full_text, echo) else ""
-        reply = TgiReply(self.generation, parameters, streams, echoed, arrival, len(body.inputs), in_list)
+        reply = TgiReply(
+            self.generation, parameters, streams, echoed, arrival, len(body.inputs), in_list
+        )
         return await self.answers.answer(http, reply, delivery)
 
-    async def _requests(self, body: GenerateBody, parameters: Parameters, client: str) -> list[Request]:
+    async def _requests(
+        self, body: GenerateBody, parameters: Parameters, client: str
+    ) -> list[Request]:
         """The internal requests, one for each of `best_of`."""
-        source = None if parameters.grammar is None else parameters.grammar.source("parameters.grammar")
+        source = (
+            None if parameters.grammar is None else parameters.grammar.source("parameters.grammar")
+        )
         grammar = await self.generation.texts.grammar(source, client)
-        prompt, healed = await self.generation.tokenize(Encode(body.inputs), client, truncated=parameters.truncate is not None), ""
+        prompt, healed = (
+            await self.generation.tokenize(
+                Encode(body.inputs), client, truncated=parameters.truncate is not None
+            ),
+            "",
+        )
         if parameters.token_healing:
             prompt, healed = cut_last_token(self.generation.codec, prompt, body.inputs)
         if parameters.truncate is not None:
             prompt = prompt[-parameters.truncate :]
         request = Request(
             prompt=prompt,
-            sampling=parameters.sampling(default(parameters.temperature, 1.0) if parameters.samples else 0.0),
+            sampling=parameters.sampling(
+                default(parameters.temperature, 1.0) if parameters.samples else 0.0
+            ),
             max_new_tokens=parameters.max_new_tokens,
             min_new_tokens=parameters.min_tokens or 0,
             stop_strings=tuple(parameters.stop or ()),
@@ -158,7 +189,9 @@ class TgiRoutes:
 
 @contextmanager
 def tgi_error_prefix() -> Iterator[None]:
-    """Prefixes the message of an InvalidRequest as TGI does: its clients recognise validation errors by that."""
+    """Prefixes the message of an InvalidRequest as TGI does: its clients recognise validation
+    errors by that.
+    """
     try:
         yield
     except InvalidRequest as error:
@@ -166,10 +199,15 @@ def tgi_error_prefix() -> Iterator[None]:
 
 
 def timing_headers(streams: OpenStreams, arrival: float) -> dict[str, str]:
-    """TGI's timing headers of a response that is not streamed: milliseconds, but seconds in x-compute-time."""
+    """TGI's timing headers of a response that is not streamed: milliseconds, but seconds in
+    x-compute-time.
+    """
     now = time.monotonic()
     choice = max(streams.choices, key=lambda choice: choice.last)
-    started, num_tokens = choice.started or now, sum(choice.num_tokens for choice in streams.choices)
+    started, num_tokens = (
+        choice.started or now,
+        sum(choice.num_tokens for choice in streams.choices),
+    )
     milliseconds = {
         "x-total-time": now - arrival,
         "x-validation-time": choice.arrival - arrival,
@@ -186,7 +224,9 @@ def timing_headers(streams: OpenStreams, arrival: float) -> dict[str, str]:
 
 
 class TgiReply(Reply):
-    """A reply in TGI's JSON. `arrival`: monotonic time of the request; `num_chars`: of its prompt; `echoed`: text before the output."""
+    """A reply in TGI's JSON. `arrival`: monotonic time of the request; `num_chars`: of its prompt;
+    `echoed`: text before the output.
+    """
 
     def __init__(
         self,
@@ -201,54 +241,88 @@ class TgiReply(Reply):
         self.codec = generation.codec
         self.arrival = arrival
         self.in_list = in_list
-        self.compute_headers = {"x-compute-type": generation.ready.device, "x-compute-characters": str(num_chars)}
+        self.compute_headers = {
+            "x-compute-type": generation.ready.device,
+            "x-compute-characters": str(num_chars),
+        }
         self.parameters = parameters
         self.streams = streams
         self.outputs = [Output(choice, echoed) for choice in streams.choices]
 
     def headers(self, streamed: bool) -> dict[str, str]:
-        return self.compute_headers | ({} if streamed else timing_headers(self.streams, self.arrival))
+        return self.compute_headers | (
+            {} if streamed else timing_headers(self.streams, self.arrival)
+        )
 
     def take(self, piece: Piece) -> list[OutputToken]:
         return self.outputs[piece.choice].take(piece)
 
     def _top(self, top: Iterable[tuple[int, float]]) -> list[dict[str, Any]]:
         text, special = self.codec.token_text, self.codec.special_ids
-        return [{"id": id, "text": text(id), "logprob": logprob, "special": id in special} for id, logprob in top]
+        return [
+            {"id": id, "text": text(id), "logprob": logprob, "special": id in special}
+            for id, logprob in top
+        ]
 
     def full_response(self) -> Any:
-        """The output with the highest mean log-probability, with the others of `best_of` in its details."""
+        """The output with the highest mean log-probability, with the others of `best_of` in its
+        details.
+        """
         best, *others = sorted(self.outputs, key=lambda output: -output.mean_logprob)
         value: dict[str, Any] = {"generated_text": best.text}
         if self.parameters.detailed:
             value["details"] = self._details(best)
             if others:
-                value["details"]["best_of_sequences"] = [{"generated_text": other.text} | self._details(other) for other in others]
+                value["details"]["best_of_sequences"] = [
+                    {"generated_text": other.text} | self._details(other) for other in others
+                ]
         return [value] if self.in_list else value
 
     def _details(self, output: Output) -> dict[str, Any]:
-        details = self._summary(output) | {"prefill": self._prefill(), "tokens": map(_generated, output.tokens)}
+        details = self._summary(output) | {
+            "prefill": self._prefill(),
+            "tokens": map(_generated, output.tokens),
+        }
         return details | (
-            {"top_tokens": (self._top(token.top) for token in output.tokens)} if self.parameters.top_n_tokens and output.tokens else {}
+            {"top_tokens": (self._top(token.top) for token in output.tokens)}
+            if self.parameters.top_n_tokens and output.tokens
+            else {}
         )
 
     def _prefill(self) -> Iterator[dict[str, Any]]:
         """The prompt's tokens, which the first of several sequences has scored."""
         choice = self.outputs[0].choice
         scores = ((score.token, score.logprob) for score in choice.prompt_scores)
-        rows = chain([(choice.request.prompt[0], None)], scores) if self.parameters.decoder_input_details else ()
+        rows = (
+            chain([(choice.request.prompt[0], None)], scores)
+            if self.parameters.decoder_input_details
+            else ()
+        )
         detokenizer, special = Detokenizer(self.codec), self.codec.special_ids
-        texts = (self.codec.token_text(id) if id in special else detokenizer.push(id) for id in choice.request.prompt)
-        return ({"id": id, "text": text, "logprob": logprob} for (id, logprob), text in zip(rows, texts, strict=False))
+        texts = (
+            self.codec.token_text(id) if id in special else detokenizer.push(id)
+            for id in choice.request.prompt
+        )
+        return (
+            {"id": id, "text": text, "logprob": logprob}
+            for (id, logprob), text in zip(rows, texts, strict=False)
+        )
 
     def _summary(self, output: Output) -> dict[str, Any]:
         seed = output.choice.request.sampling.seed if self.parameters.samples else None
-        return {"finish_reason": output.finish, "generated_tokens": len(output.tokens), "seed": seed}
+        return {
+            "finish_reason": output.finish,
+            "generated_tokens": len(output.tokens),
+            "seed": seed,
+        }
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         """One event for each token; the last event has the full text."""
-        # A deadline between two tokens ends a stream without a token, but clients expect one in every event.
-        token = (self.take(piece) or [OutputToken(0, None, text=piece.text, special=not piece.text)])[0]
+        # A deadline between two tokens ends a stream without a token, but clients expect one in
+        # every event.
+        token = (
+            self.take(piece) or [OutputToken(0, None, text=piece.text, special=not piece.text)]
+        )[0]
         output = self.outputs[piece.choice]
         event: dict[str, Any] = {"index": len(output.tokens), "token": _generated(token)}
         if self.parameters.top_n_tokens:
@@ -257,7 +331,9 @@ class TgiReply(Reply):
         if piece.finish is not None:
             event["generated_text"] = output.text
             if self.parameters.details:
-                event["details"] = self._summary(output) | {"input_length": len(output.choice.request.prompt)}
+                event["details"] = self._summary(output) | {
+                    "input_length": len(output.choice.request.prompt)
+                }
         return [event]
 
 

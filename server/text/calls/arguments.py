@@ -1,11 +1,11 @@
-"""Rules of a Lark grammar for arguments that are not written as JSON: texts stand between two marks,
-and keys are bare.
+"""Rules of a Lark grammar for arguments that are not written as JSON: texts stand between two
+marks, and keys are bare.
 
-That is how FunctionGemma and Gemma 4 write them: {city:<escape>Rome<escape>,days:3,units:[true]}, with
-the keys in the order of Jinja's dictsort. It reads schemas that server.text.json_schema has prepared,
-and follows of them types, listed values, references, alternatives, items, properties, and bounds of
-numbers, lengths and counts. Invariant: what a rule matches satisfies its schema, which may allow more, but for the keywords
-that `cannot` was told.
+That is how FunctionGemma and Gemma 4 write them: {city:<escape>Rome<escape>,days:3,units:[true]},
+with the keys in the order of Jinja's dictsort. It reads schemas that server.text.json_schema has
+prepared, and follows of them types, listed values, references, alternatives, items, properties, and
+bounds of numbers, lengths and counts. Invariant: what a rule matches satisfies its schema, which
+may allow more, but for the keywords that `cannot` was told.
 """
 
 import json
@@ -30,11 +30,13 @@ class Unsatisfiable(Exception):
 
 
 class RuleWriter:
-    """Adds the rules of one schema to `rules`, whose names begin with `prefix`. `quote`: what encloses
-    texts, in Lark.
+    """Adds the rules of one schema to `rules`, whose names begin with `prefix`. `quote`: what
+    encloses texts, in Lark.
     """
 
-    def __init__(self, root: Node, quote: str, prefix: str, rules: dict[str, str], cannot: Cannot) -> None:
+    def __init__(
+        self, root: Node, quote: str, prefix: str, rules: dict[str, str], cannot: Cannot
+    ) -> None:
         self._definitions = SHARED | root.get("$defs", {})
         self._quote = quote
         self._prefix = prefix
@@ -42,7 +44,9 @@ class RuleWriter:
         self._cannot = cannot
 
     def value(self, node: Any, at: str = "#") -> str:
-        """The expression of what satisfies a schema. `at`: its JSON pointer. Raises Unsatisfiable."""
+        """The expression of what satisfies a schema. `at`: its JSON pointer. Raises
+        Unsatisfiable.
+        """
         if not isinstance(node, dict):
             if not node:
                 raise Unsatisfiable
@@ -58,13 +62,25 @@ class RuleWriter:
         if types and {*types} <= _SCALARS:
             return self._scalar(node)
         for name in ("$ref", "anyOf", "oneOf", "allOf"):
-            branches = [{name: node[name]}] if name == "$ref" and name in node else node.get(name, [])
-            others = {key for key in node if not all(self._says(branch, key, node[key]) for branch in branches)} - {name}
+            branches = (
+                [{name: node[name]}] if name == "$ref" and name in node else node.get(name, [])
+            )
+            others = {
+                key
+                for key in node
+                if not all(self._says(branch, key, node[key]) for branch in branches)
+            } - {name}
             if branches and (name != "allOf" or len(branches) == 1) and not (others and types):
                 self._leave_out(node, others, at)
-                return self._first_of(self.value, ((b, f"{at}/{name}/{i}") for i, b in enumerate(branches)))
+                return self._first_of(
+                    self.value, ((b, f"{at}/{name}/{i}") for i, b in enumerate(branches))
+                )
         self._leave_out(node, node.keys() - _FOLLOWED, at)
-        return self._first_of(self._typed, ((kind, node, at) for kind in types)) if types else self.value(ANY)
+        return (
+            self._first_of(self._typed, ((kind, node, at) for kind in types))
+            if types
+            else self.value(ANY)
+        )
 
     def _says(self, branch: Any, key: str, value: Any) -> bool:
         """Whether a schema has a keyword of this value, also by what it refers to."""
@@ -123,7 +139,10 @@ class RuleWriter:
         if isinstance(value, list):
             return f'"[" {_joined(map(self._literal, value))} "]"'
         if isinstance(value, dict):
-            pairs = (f"{_key(name)} {self._literal(value[name])}" for name in sorted(value, key=str.lower))
+            pairs = (
+                f"{_key(name)} {self._literal(value[name])}"
+                for name in sorted(value, key=str.lower)
+            )
             return f'"{{" {_joined(pairs)} "}}"'
         return json.dumps(json.dumps(value))
 
@@ -154,8 +173,8 @@ class RuleWriter:
         return f'"[" {item} {more} "]"' if least else f'"[" ({item} {more})? "]"'
 
     def _object(self, node: Node, at: str) -> str:
-        """An object of the listed properties and no others. `rest`: what may follow a property; `first`:
-        the properties from it on.
+        """An object of the listed properties and no others. `rest`: what may follow a property;
+        `first`: the properties from it on.
         """
         others, required = node.get("additionalProperties", True), {*node.get("required", ())}
         properties = dict.fromkeys(node.get("required", ()), others) | node.get("properties", {})

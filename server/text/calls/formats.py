@@ -1,7 +1,9 @@
-"""Formats in which models write calls of tools and thoughts: a table, and the choice of the one that a checkpoint uses.
+"""Formats in which models write calls of tools and thoughts: a table, and the choice of the one
+that a checkpoint uses.
 
-A format is data, read by the builder of its grammar (rules) and by the parser of replies (parser). Invariant: a mark is a
-token of the vocabulary, and never text that spells it; only a format without such tokens has a text as its opening. It knows no tools.
+A format is data, read by the builder of its grammar (rules) and by the parser of replies (parser).
+Invariant: a mark is a token of the vocabulary, and never text that spells it; only a format without
+such tokens has a text as its opening. It knows no tools.
 """
 
 import re
@@ -17,8 +19,9 @@ Mark = str | int
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """Calls are written as `opening` `begin` call `end` `closing`, with `separator` between two of them, or between several calls inside
-    of one such pair if `is_list`. A call is `before` NAME `after` ARGUMENTS `tail`.
+    """Calls are written as `opening` `begin` call `end` `closing`, with `separator` between two of
+    them, or between several calls inside of one such pair if `is_list`. A call is `before` NAME
+    `after` ARGUMENTS `tail`.
     """
 
     name: str = ""
@@ -41,12 +44,23 @@ class CallFormat:
     """What follows `thought` and is no part of the thought."""
 
 
-_PATTERN = r"(?P<space>\\s\*)?(?P<mark>(?:[\w<]|\\[^\w])+>)(?P<before>(?:\w|\\?[: ])*)(?:\(\?P<name>\S+\))?"
-"""An `open_pattern` that is a mark, perhaps after white space, and perhaps with a text and the function's name after it."""
+_PATTERN = (
+    r"(?P<space>\\s\*)?(?P<mark>(?:[\w<]|\\[^\w])+>)(?P<before>(?:\w|\\?[: "
+    r"])*)(?:\(\?P<name>\S+\))?"
+)
+"""An `open_pattern` that is a mark, perhaps after white space, and perhaps with a text and the
+function's name after it."""
 MARKS = ("opening", "closing", "quote", "thought", "thought_end")
 """The fields that are marks, where they are not empty."""
 FUNCTION_GEMMA = CallFormat(
-    "functiongemma", "<start_function_call>", "<end_function_call>", "call:", "", "", quote="<escape>", stops=("<start_function_response>",)
+    "functiongemma",
+    "<start_function_call>",
+    "<end_function_call>",
+    "call:",
+    "",
+    "",
+    quote="<escape>",
+    stops=("<start_function_response>",),
 )
 GEMMA_4 = CallFormat(
     "gemma4",
@@ -61,26 +75,43 @@ GEMMA_4 = CallFormat(
     thought_end="<channel|>",
     thought_head="thought\n",
 )
-JAMBA = CallFormat("jamba", "<tool_calls>", "</tool_calls>", begin="[\n    ", separator=",\n    ", end="\n]", is_list=True)
+JAMBA = CallFormat(
+    "jamba",
+    "<tool_calls>",
+    "</tool_calls>",
+    begin="[\n    ",
+    separator=",\n    ",
+    end="\n]",
+    is_list=True,
+)
 GRANITE = CallFormat("granite", "<function_call>", begin=" ", separator="\n")
 WRAPPER = CallFormat("json", begin="[", separator=", ", end="]", is_list=True)
-"""For models without a format of their own, where a call is required: a JSON array of calls is the whole output."""
+"""For models without a format of their own, where a call is required: a JSON array of calls is the
+whole output."""
 
 
 def format_of(codec: TextCodec) -> CallFormat | None:
-    """The format of a checkpoint, None for one that has none: all of its marks are in the vocabulary, or its opening in the template."""
+    """The format of a checkpoint, None for one that has none: all of its marks are in the
+    vocabulary, or its opening in the template.
+    """
     described = _described(codec.files.response_template)
     for known in filter(None, (described, FUNCTION_GEMMA, GEMMA_4, JAMBA, GRANITE)):
-        ids: dict[str, Any] = {name: codec.token_id(mark) for name in MARKS if (mark := getattr(known, name))}
+        ids: dict[str, Any] = {
+            name: codec.token_id(mark) for name in MARKS if (mark := getattr(known, name))
+        }
         if None not in ids.values():
             stops = map(codec.token_id, map(str, known.stops))
             return replace(known, stops=tuple(id for id in stops if id is not None), **ids)
-    return GRANITE if codec.is_bytes and str(GRANITE.opening) in (codec.files.chat_template or "") else None
+    return (
+        GRANITE
+        if codec.is_bytes and str(GRANITE.opening) in (codec.files.chat_template or "")
+        else None
+    )
 
 
 def _described(template: Any) -> CallFormat | None:
-    """The format of transformers' `response_template`, if it describes calls in one of the two syntaxes
-    that there are grammars for.
+    """The format of transformers' `response_template`, if it describes calls in one of the two
+    syntaxes that there are grammars for.
     """
     try:
         fields = template["fields"]
@@ -90,7 +121,11 @@ def _described(template: Any) -> CallFormat | None:
         known = CallFormat("response_template", mark, closing=calls["close"])
         if isinstance(thought.get("close"), str):
             begun, bracket, head = thought["open"].partition(">")
-            thought = {"thought": begun + bracket, "thought_head": head, "thought_end": thought["close"]}
+            thought = {
+                "thought": begun + bracket,
+                "thought_head": head,
+                "thought_end": thought["close"],
+            }
             known = replace(known, **thought)
         function = calls["transform"]["function"]
         if function == "{content}" and not before:
@@ -108,9 +143,14 @@ def _described(template: Any) -> CallFormat | None:
 
 
 def opening_of(known: CallFormat, codec: TextCodec) -> Opening:
-    """What the engine has to look for. Of an opening that is a text: the tokens that may end it, which are part of it or end in it."""
+    """What the engine has to look for. Of an opening that is a text: the tokens that may end it,
+    which are part of it or end in it.
+    """
     if isinstance(known.opening, int):
         return Opening([known.opening])
     text = known.opening.encode()
     spelt = ((id, codec.raw_bytes(id)) for id in range(codec.largest_id + 1))
-    return Opening([id for id, token in spelt if token and (text.endswith(token) or token.endswith(text))], known.opening)
+    return Opening(
+        [id for id, token in spelt if token and (text.endswith(token) or token.endswith(text))],
+        known.opening,
+    )

@@ -1,7 +1,8 @@
 """Splits a reply, as its tokens arrive, into text, thoughts and calls of tools.
 
-Calls are read as the grammar of server.text.calls.rules writes them: this is its inverse, and checks nothing. Invariant: what is returned
-does not depend on how the text is divided between tokens. It knows no engine and no dialects.
+Calls are read as the grammar of server.text.calls.rules writes them: this is its inverse, and
+checks nothing. Invariant: what is returned does not depend on how the text is divided between
+tokens. It knows no engine and no dialects.
 """
 
 import json
@@ -36,12 +37,15 @@ class Parsed(msgspec.Struct, frozen=True, gc=False):
 def ends_in_thought(form: CallFormat, prompt: Sequence[int]) -> bool:
     """Whether a prompt has begun a thought."""
     marks = (form.thought, form.thought_end)
-    return form.thought != "" and next((id for id in reversed(prompt) if id in marks), None) == form.thought
+    return (
+        form.thought != ""
+        and next((id for id in reversed(prompt) if id in marks), None) == form.thought
+    )
 
 
 class ReplyParser:
-    """Parses one output. `calls`: none are looked for; after an opening mark; after one that begins the
-    output; or the whole output is calls. `in_thought`: whether the prompt has begun a thought.
+    """Parses one output. `calls`: none are looked for; after an opening mark; after one that begins
+    the output; or the whole output is calls. `in_thought`: whether the prompt has begun a thought.
     """
 
     def __init__(self, form: CallFormat, calls: Calls, in_thought: bool) -> None:
@@ -53,10 +57,13 @@ class ReplyParser:
         self._head = ""
         """What is left out if the thought begins with it."""
         self._held = ""
-        """The end of the text that may begin an opening, or the beginning of a thought that may be its head's."""
+        """The end of the text that may begin an opening, or the beginning of a thought that may be
+        its head's."""
 
     def push(self, token: int | None, text: str, special: bool, is_last: bool) -> Parsed:
-        """Takes a token and the text that became final with it. No text is held back after the last one."""
+        """Takes a token and the text that became final with it. No text is held back after the last
+        one.
+        """
         parsed = self._push(token, text, special)
         if not is_last:
             return parsed
@@ -87,7 +94,9 @@ class ReplyParser:
         return Parsed(text)
 
     def _until_opening(self, text: str, special: bool) -> str:
-        """The text that cannot be part of an opening. An opening that is a text ends where a token ends, and holds no special token."""
+        """The text that cannot be part of an opening. An opening that is a text ends where a token
+        ends, and holds no special token.
+        """
         opening = self._opening
         if not isinstance(opening, str) or not opening:
             return text
@@ -121,7 +130,10 @@ class _CallReader:
     def push(self, token: int | None, text: str) -> tuple[CallDelta, ...]:
         for item in [token] if token in self._marks else text:
             self._automaton.send(item)
-        deltas = tuple(CallDelta(index, self._names.get(index), text) for index, text in self._arguments.items())
+        deltas = tuple(
+            CallDelta(index, self._names.get(index), text)
+            for index, text in self._arguments.items()
+        )
         self._names.clear()
         self._arguments.clear()
         return deltas
@@ -147,7 +159,9 @@ class _CallReader:
 
 
 class _Arguments:
-    """Converts the arguments of a call to JSON, one character or mark at a time. They end when the last of `levels` is closed."""
+    """Converts the arguments of a call to JSON, one character or mark at a time. They end when the
+    last of `levels` is closed.
+    """
 
     def __init__(self, quote: str | int) -> None:
         self._quote = quote

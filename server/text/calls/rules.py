@@ -1,8 +1,9 @@
-"""Builds the grammar of calls of tools, in a format of server.text.calls.formats, as Lark for llguidance.
+"""Builds the grammar of calls of tools, in a format of server.text.calls.formats, as Lark for
+llguidance.
 
-Invariant: a text of the grammar is read by server.text.calls.parser as calls whose arguments satisfy the
-schemas of their functions, which may allow more, but for the keywords that were left out. Those are told;
-a schema is never refused. It knows no tokenizer.
+Invariant: a text of the grammar is read by server.text.calls.parser as calls whose arguments
+satisfy the schemas of their functions, which may allow more, but for the keywords that were left
+out. Those are told; a schema is never refused. It knows no tokenizer.
 """
 
 import json
@@ -22,8 +23,8 @@ SPACED = json_schema.GUIDANCE | {"item_separator": ", ", "key_separator": ": "}
 
 
 class Compiled(msgspec.Struct, frozen=True):
-    """A grammar for protocol.Submit. `relaxed`: places of keywords in the schemas of tools that it does
-    not follow, each of which begins with the function's name.
+    """A grammar for protocol.Submit. `relaxed`: places of keywords in the schemas of tools that it
+    does not follow, each of which begins with the function's name.
     """
 
     grammar: str
@@ -31,9 +32,9 @@ class Compiled(msgspec.Struct, frozen=True):
 
 
 class CallRules(msgspec.Struct, frozen=True):
-    """What calls may be: of these functions, one or with `parallel` several, all of the output or what
-    follows an opening (`opened`). `text`: the kind and source of a constraint on an output without
-    calls, and on the text before them.
+    """What calls may be: of these functions, one or with `parallel` several, all of the output or
+    what follows an opening (`opened`). `text`: the kind and source of a constraint on an output
+    without calls, and on the text before them.
     """
 
     form: CallFormat

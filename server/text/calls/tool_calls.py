@@ -19,8 +19,8 @@ from server.text.conversation import names_tools
 
 @dataclass(frozen=True, slots=True)
 class CallPlan:
-    """What a request needs for its calls and thoughts. `parser`: makes the parser of one reply; None
-    where all of the output is text.
+    """What a request needs for its calls and thoughts. `parser`: makes the parser of one reply;
+    None where all of the output is text.
     """
 
     parser: Callable[[], ReplyParser] | None
@@ -52,8 +52,8 @@ class ToolCalls:
         text: tuple[str, str] | None,
         stops: tuple[int, ...],
     ) -> CallPlan:
-        """The plan of a request that may (`auto`) or has to (`required`) call `functions`. `text`: the
-        constraint on an output without calls. `stops`: its stop tokens.
+        """The plan of a request that may (`auto`) or has to (`required`) call `functions`. `text`:
+        the constraint on an output without calls. `stops`: its stop tokens.
         """
         form, is_open = self.form or WRAPPER, calls == "auto"
         if self.form is None and is_open:

@@ -1,4 +1,6 @@
-"""`onehead bench` against a server of a few lines, and its arithmetic against numbers worked out by hand."""
+"""`onehead bench` against a server of a few lines, and its arithmetic against numbers worked out by
+hand.
+"""
 
 import asyncio
 import io
@@ -47,13 +49,17 @@ class Exchange:
 
     async def start(self) -> None:
         self.writer.write(
-            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n",
+            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: "
+            b"chunked\r\n\r\n",
         )
         await self.writer.drain()
 
     def events(self, count: int, input_length: int | None = None) -> list[bytes]:
         """`count` tokens, the last with details."""
-        values: list[dict[str, Any]] = [{"index": n + 1, "token": {"id": 10 + n, "text": "x"}, "details": None} for n in range(count)]
+        values: list[dict[str, Any]] = [
+            {"index": n + 1, "token": {"id": 10 + n, "text": "x"}, "details": None}
+            for n in range(count)
+        ]
         length = self.body["parameters"]["truncate"] if input_length is None else input_length
         values[-1]["details"] = {
             "finish_reason": "length",
@@ -81,7 +87,9 @@ async def serving(script: Script) -> AsyncIterator[str]:
             text = json.dumps(INFO).encode()
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(text), text))
         else:
-            assert head.startswith("POST /generate HTTP/1.1\r\n") and "connection: close\r\n" in head
+            assert (
+                head.startswith("POST /generate HTTP/1.1\r\n") and "connection: close\r\n" in head
+            )
             length = int(head.partition("content-length: ")[2].partition("\r\n")[0])
             await script(Exchange(json.loads(await reader.readexactly(length)), reader, writer))
         writer.close()
@@ -133,7 +141,9 @@ def test_figures_of_outcomes_worked_out_by_hand() -> None:
     assert found["inter_token_latency"] == pytest.approx(
         {"mean": 0.5, "p50": 0.375, "p90": 0.85, "p99": 0.985, "max": 1.0},
     )
-    assert found["e2e_latency"]["max"] == 4.0  # From the intended time 1.0, though it was sent at 1.5.
+    assert (
+        found["e2e_latency"]["max"] == 4.0
+    )  # From the intended time 1.0, though it was sent at 1.5.
 
 
 def test_figures_where_nothing_came_back() -> None:
@@ -212,7 +222,9 @@ async def test_open_loop_sends_without_waiting_for_replies() -> None:
         arrived += 1
         if arrived == 5:
             all_there.set()
-        await all_there.wait()  # A client that waited for the first reply would never send the fifth.
+        await (
+            all_there.wait()
+        )  # A client that waited for the first reply would never send the fifth.
         await exchange.answer()
 
     load = Load("", arrivals=(0.0, 0.01, 0.01, 0.02, 0.03))
@@ -353,12 +365,18 @@ async def test_the_result_file_holds_all_that_a_later_run_needs(
         assert await bench(settings_for(url, rate=[200.0], output=output)) == 0
     result = json.loads(output.read_text())
     assert {"command", "date", "machine", "commit", "server", "settings", "runs"} <= result.keys()
-    assert result["server"] == INFO and result["machine"]["cpus"] >= 1 and result["settings"]["url"] == url
+    assert (
+        result["server"] == INFO
+        and result["machine"]["cpus"] >= 1
+        and result["settings"]["url"] == url
+    )
     assert [run["load"] for run in result["runs"]] == ["closed 1", "closed 2", "open 200/s"]
     for each in result["runs"]:
         assert each["figures"]["requests"] == 4 and each["failures"] == {}
     printed = capsys.readouterr()
-    assert "tokens/s" in printed.out and "open 200/s" in printed.out and "failed:" not in printed.err
+    assert (
+        "tokens/s" in printed.out and "open 200/s" in printed.out and "failed:" not in printed.err
+    )
 
 
 WIDE = {"mean": 98_765.4, "p50": 98_765.4, "p90": 98_765.4, "p99": 98_765.4, "max": 98_765.4}
@@ -386,14 +404,22 @@ def test_no_figure_is_cut_at_the_width_of_a_terminal(width: int) -> None:
     text = console.export_text()
     assert "…" not in text and max(map(len, text.splitlines())) <= width
     expected = ["1000000", "12345", "123456.7", "12345.67", "123456", "12.34%"]
-    assert all(figure in text.split() for figure in expected) and text.count("98765400") == 4 and text.count("98765") == 6
+    assert (
+        all(figure in text.split() for figure in expected)
+        and text.count("98765400") == 4
+        and text.count("98765") == 6
+    )
     assert "TTFT" in text and text.count("12.35 /") == 2 and text.count("0.333333/s") == 3
     if width >= 80:
-        assert all(len(line.split("/")) > 2 for line in text.splitlines() if "98765400" in line)  # Each run in one line.
+        assert all(
+            len(line.split("/")) > 2 for line in text.splitlines() if "98765400" in line
+        )  # Each run in one line.
 
 
 async def interrupt(bench_run: Coroutine[Any, Any, int], until: Callable[[], bool]) -> int:
-    """The exit status of a bench that is cancelled, as asyncio.run does at Ctrl-C, when `until` holds."""
+    """The exit status of a bench that is cancelled, as asyncio.run does at Ctrl-C, when `until`
+    holds.
+    """
     task = asyncio.ensure_future(bench_run)
     while not until():
         await asyncio.sleep(0.01)
@@ -411,7 +437,9 @@ async def test_an_interrupted_bench_shows_what_it_has_and_writes_nothing(
 
     async def some(exchange: Exchange) -> None:
         answered[0] += 1
-        await (exchange.answer() if answered[0] < 8 else exchange.reader.read())  # To the end of the connection.
+        await (
+            exchange.answer() if answered[0] < 8 else exchange.reader.read()
+        )  # To the end of the connection.
 
     async with serving(some) as url:
         bench_run = bench(settings_for(url, concurrency=[1, 1, 2], output=output))
@@ -460,7 +488,10 @@ def test_options_from_the_command_line_and_the_environment(monkeypatch: pytest.M
 
 
 def test_of_the_default_numbers_of_clients_those_with_enough_requests_are_run() -> None:
-    clients = [load(BenchSettings, argv, "onehead bench").clients for argv in ([], ["--requests", "4"], ["--requests", "8", "--rate", "2"])]
+    clients = [
+        load(BenchSettings, argv, "onehead bench").clients
+        for argv in ([], ["--requests", "4"], ["--requests", "8", "--rate", "2"])
+    ]
     assert clients == [[1, 8, 32], [1], [1, 8]]
 
 

@@ -1,4 +1,6 @@
-"""`onehead bench --offline`: closed loops on an engine in this process, by themselves with invented tokens and as the command."""
+"""`onehead bench --offline`: closed loops on an engine in this process, by themselves with invented
+tokens and as the command.
+"""
 
 import json
 from collections.abc import Iterator
@@ -25,7 +27,9 @@ MAX_RUNNING = 4
 
 
 class InventedModel(Immediate):
-    """A token for every row that asks for one, or a failure for one sequence. Remembers how many rows its steps had."""
+    """A token for every row that asks for one, or a failure for one sequence. Remembers how many
+    rows its steps had.
+    """
 
     progress = 0
 
@@ -35,7 +39,12 @@ class InventedModel(Immediate):
 
     def run(self, plan: StepPlan) -> StepResult:
         self.rows.append(len(plan.rows))
-        return StepResult(tuple(SampleError("no luck") if row.sequence == self.failing else self._drawn(row) for row in plan.rows))
+        return StepResult(
+            tuple(
+                SampleError("no luck") if row.sequence == self.failing else self._drawn(row)
+                for row in plan.rows
+            )
+        )
 
     def _drawn(self, row: Any) -> SampledToken | None:
         return None if row.sample is None else SampledToken(7, -1.0)
@@ -77,9 +86,13 @@ def test_every_request_gets_its_tokens_and_clients_stay_busy() -> None:
     )
     assert [outcome.failure for outcome in outcomes] == [None] * 9 and len(ended) == 9
     assert all(outcome.token_ids == [7] * 5 and outcome.input_length == 20 for outcome in outcomes)
-    assert max(model.rows) == 3 and sum(model.rows) == 9 * 5  # A prompt of 20 and the four tokens after its first, a row each.
+    assert (
+        max(model.rows) == 3 and sum(model.rows) == 9 * 5
+    )  # A prompt of 20 and the four tokens after its first, a row each.
     assert len(steps.host) == len(steps.compute) == len(model.rows) and min(steps.host) > 0
-    assert core.runner is model and core.scheduler.take_started() == [] and not core.scheduler.has_work
+    assert (
+        core.runner is model and core.scheduler.take_started() == [] and not core.scheduler.has_work
+    )
 
 
 def test_a_client_s_next_request_counts_from_the_end_of_its_last() -> None:
@@ -91,7 +104,9 @@ def test_a_client_s_next_request_counts_from_the_end_of_its_last() -> None:
 def test_more_clients_than_run_together_wait_in_the_queue() -> None:
     model = InventedModel()
     outcomes, _ = ClosedLoop(core_of(model), 2, lambda: None).run(8, [[n] * 4 for n in range(8)])
-    assert max(model.rows) == MAX_RUNNING and all(len(outcome.token_times) == 2 for outcome in outcomes)
+    assert max(model.rows) == MAX_RUNNING and all(
+        len(outcome.token_times) == 2 for outcome in outcomes
+    )
     assert outcomes[7].token_times[0] > outcomes[3].end  # Both submitted at the beginning.
 
 
@@ -112,7 +127,11 @@ def test_the_result_file(folder: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert bench(settings_for(folder, output=first)) == 0
     assert "host ms" in capsys.readouterr().out
     result = json.loads(first.read_text())
-    assert result["kind"] == "offline" and result["server"]["model_id"] == folder.name and result["settings"]["engine"]["threads"] == 1
+    assert (
+        result["kind"] == "offline"
+        and result["server"]["model_id"] == folder.name
+        and result["settings"]["engine"]["threads"] == 1
+    )
     assert [run["load"] for run in result["runs"]] == ["closed 1", "closed 3"]
     for run in result["runs"]:
         step = run["figures"]["step"]
@@ -164,7 +183,11 @@ def test_an_interrupted_run_shows_what_it_has_and_writes_nothing(
 
     def interrupted(self: ClosedLoop, steps: Any) -> int:
         taken[0] += 1
-        if taken[0] == 40:  # After the warm-up's 5 steps and the first run's 20, in the third request of the second.
+        if (
+            taken[0] == 40
+            # After the warm-up's 5 steps and the first run's 20, in the third request of the
+            # second.
+        ):
             raise KeyboardInterrupt
         return step(self, steps)
 
@@ -187,5 +210,6 @@ def test_a_cache_smaller_than_the_context_is_told(
         settings_for(folder, cache={"pages": pages}, engine={"threads": 1, "max_context": 512}),
     )
     assert [message[: message.index(":")] for message in caplog.messages] == [
-        f"the KV cache holds {tokens} tokens of one sequence, fewer than the context of 512" for _ in range(tokens is not None)
+        f"the KV cache holds {tokens} tokens of one sequence, fewer than the context of 512"
+        for _ in range(tokens is not None)
     ]

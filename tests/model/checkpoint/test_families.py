@@ -1,4 +1,6 @@
-"""Every family against `transformers`: logits for every way of cutting a text, greedy tokens, and the same from a running server."""
+"""Every family against `transformers`: logits for every way of cutting a text, greedy tokens, and
+the same from a running server.
+"""
 
 import json
 import random
@@ -19,14 +21,23 @@ from model.options import EngineOptions
 from model.runner.runner import ModelRunner
 from model.spec import CheckpointError
 from server.text.codec import TextCodec
-from tests.model.test_decoder import CPU, GREEDY, TOLERANCE, finish, load, logits_by_chunks, make_core
+from tests.model.test_decoder import (
+    CPU,
+    GREEDY,
+    TOLERANCE,
+    finish,
+    load,
+    logits_by_chunks,
+    make_core,
+)
 from tests.support.families import CONFIGS, FamilyCheckpoint
 from tests.support.processes import ServerProcess
 
 ALL = [(family, number) for family, configs in CONFIGS.items() for number in range(len(configs))]
 PROMPT = "def f(x): "
 SERVED = ("falcon", "gemma3_text", "deepseek_v3")
-"""Byte-level tokens without BOS; pieces and layers with a window; latent attention with experts. `-m slow` serves every checkpoint."""
+"""Byte-level tokens without BOS; pieces and layers with a window; latent attention with experts.
+`-m slow` serves every checkpoint."""
 
 Family = Callable[[str, int], FamilyCheckpoint]
 
@@ -36,8 +47,12 @@ def checkpoint(request: pytest.FixtureRequest, family_checkpoint: Family) -> Fam
     return family_checkpoint(*request.param)
 
 
-def test_what_transformers_writes_beside_the_model_is_no_warning(checkpoint: FamilyCheckpoint, caplog: pytest.LogCaptureFixture) -> None:
-    """The folder as `transformers` wrote it, and with the keys of its own that other versions of it add."""
+def test_what_transformers_writes_beside_the_model_is_no_warning(
+    checkpoint: FamilyCheckpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The folder as `transformers` wrote it, and with the keys of its own that other versions of it
+    add.
+    """
     values = json.loads((checkpoint.folder / "config.json").read_text())
     values.pop("auto_map", None)  # Code of the checkpoint's own, which has a warning of its own.
     own: dict[str, Any] = {
@@ -47,7 +62,12 @@ def test_what_transformers_writes_beside_the_model_is_no_warning(checkpoint: Fam
         "_attn_implementation": "sdpa",
         "architectures": ["X"],
     }
-    own |= {"transformers_version": "4.57.1", "torch_dtype": "float32", "dtype": "float32", "gradient_checkpointing": False}
+    own |= {
+        "transformers_version": "4.57.1",
+        "torch_dtype": "float32",
+        "dtype": "float32",
+        "gradient_checkpointing": False,
+    }
     spec_of(checkpoint.folder, values | own)
     assert caplog.messages == []
     spec_of(checkpoint.folder, values | {"scale_of_everything": 2.0})
@@ -67,7 +87,12 @@ def test_logits_whole_chunked_and_decoded(checkpoint: FamilyCheckpoint) -> None:
     ids = random_ids(checkpoint, 110)
     expected = checkpoint.oracle(torch.tensor([ids])).logits[0]
     for backend in ("reference", "torch", "native"):
-        for chunks, page_size in (([110], 16), ([1] * 110, 16), ([60, *[1] * 20, 30], 7), ([13, 40, 1, 56], 64)):
+        for chunks, page_size in (
+            ([110], 16),
+            ([1] * 110, 16),
+            ([60, *[1] * 20, 30], 7),
+            ([13, 40, 1, 56], 64),
+        ):
             actual = logits_by_chunks(decoder, backend, ids, chunks, page_size)
             assert (actual - expected).abs().max() < TOLERANCE, (backend, chunks, page_size)
 
@@ -111,7 +136,9 @@ def test_200_greedy_tokens_through_the_server(checkpoint: FamilyCheckpoint) -> N
 
 
 @pytest.mark.parametrize("family", SERVED)
-def test_200_greedy_tokens_of_three_families_through_the_server(family: str, family_checkpoint: Family) -> None:
+def test_200_greedy_tokens_of_three_families_through_the_server(
+    family: str, family_checkpoint: Family
+) -> None:
     check_served(family_checkpoint(family, 0))
 
 
@@ -124,9 +151,14 @@ def test_tokenizers_give_text_back(family: str, family_checkpoint: Family) -> No
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize(("dtype", "quantization"), [(torch.bfloat16, "none"), (torch.float32, "int8"), (torch.bfloat16, "int8")])
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [(torch.bfloat16, "none"), (torch.float32, "int8"), (torch.bfloat16, "int8")],
+)
 @torch.inference_mode()
-def test_rounded_weights_say_much_the_same(family: str, dtype: torch.dtype, quantization: str, family_checkpoint: Family) -> None:
+def test_rounded_weights_say_much_the_same(
+    family: str, dtype: torch.dtype, quantization: str, family_checkpoint: Family
+) -> None:
     checkpoint = family_checkpoint(family, 1)
     exact = load(checkpoint.folder)
     products = Products() if quantization == "none" else BlockProducts(quantization)
@@ -136,11 +168,15 @@ def test_rounded_weights_say_much_the_same(family: str, dtype: torch.dtype, quan
     assert (logits[0] - logits[1]).norm() < 0.15 * logits[0].norm()
 
 
-def test_layers_behind_the_last_are_read_over_only_where_the_config_counts_them(tmp_path: Path, family_checkpoint: Family) -> None:
+def test_layers_behind_the_last_are_read_over_only_where_the_config_counts_them(
+    tmp_path: Path, family_checkpoint: Family
+) -> None:
     folder = shutil.copytree(family_checkpoint("deepseek_v3", 0).folder, tmp_path / "appended")
     config = json.loads((folder / "config.json").read_text())
     for appended in (1, 0):
-        (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2, "num_nextn_predict_layers": appended}))
+        (folder / "config.json").write_text(
+            json.dumps(config | {"num_hidden_layers": 2, "num_nextn_predict_layers": appended})
+        )
         if appended:
             load(folder)
         else:
@@ -150,5 +186,9 @@ def test_layers_behind_the_last_are_read_over_only_where_the_config_counts_them(
 
 def test_too_few_pages_for_anyone_are_refused(family_checkpoint: Family) -> None:
     folder = family_checkpoint("gemma3_text", 0).folder
-    with pytest.raises(MemoryError, match=r"cache\.pages is 3 pages; 64 tokens of one sequence need 6"):
-        ModelRunner.load(folder, read_spec(folder), EngineOptions("cpu", "float32", 1, 64, 3, None, 512, 4, 64))
+    with pytest.raises(
+        MemoryError, match=r"cache\.pages is 3 pages; 64 tokens of one sequence need 6"
+    ):
+        ModelRunner.load(
+            folder, read_spec(folder), EngineOptions("cpu", "float32", 1, 64, 3, None, 512, 4, 64)
+        )

@@ -43,7 +43,11 @@ def test_a_link_out_of_the_folder_is_refused_and_a_folder_may_be_one(tmp_path: P
     (folder / "..data").symlink_to("inner")
     (folder / "mounted").symlink_to("..data/file")
     (tmp_path / "link").symlink_to(folder)
-    for path in (folder / "mounted", tmp_path / "link" / "mounted", tmp_path / "link" / "inner" / "file"):
+    for path in (
+        folder / "mounted",
+        tmp_path / "link" / "mounted",
+        tmp_path / "link" / "inner" / "file",
+    ):
         assert files.read_file(path, 9) == b"x"
     (folder / "absolute").symlink_to(outside)
     (folder / "relative").symlink_to("../outside")
@@ -54,7 +58,9 @@ def test_a_link_out_of_the_folder_is_refused_and_a_folder_may_be_one(tmp_path: P
     (folder / "sibling").symlink_to("../folder2/file")
     (tmp_path / "folder2" / "file").write_bytes(b"secret")
     for name in ("absolute", "relative", "again", "through", "sibling"):
-        with pytest.raises(CheckpointError, match=f"/{name}: is a link to {tmp_path}.*, outside of its folder") as refused:
+        with pytest.raises(
+            CheckpointError, match=f"/{name}: is a link to {tmp_path}.*, outside of its folder"
+        ) as refused:
             files.read_file(folder / name, 9)
         assert "secret" not in str(refused.value)
     assert files.read_file(folder / "missing", 9) is None
@@ -87,7 +93,9 @@ def test_a_snapshot_of_the_hub_links_to_its_blobs_alone(tmp_path: Path) -> None:
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja", "tokenizer.model"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "chat_template.jinja", "tokenizer.model"]
+)
 def test_a_pointer_of_git_lfs_is_no_file(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(POINTER)
     with pytest.raises(CheckpointError, match=f"/{name}: is a pointer of git-lfs.*`git lfs pull`"):

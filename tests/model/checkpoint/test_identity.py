@@ -1,4 +1,6 @@
-"""The digest of a model: the same for the same tensors wherever they lie, another one for any that differ, none for files that change."""
+"""The digest of a model: the same for the same tensors wherever they lie, another one for any that
+differ, none for files that change.
+"""
 
 import json
 import os
@@ -56,9 +58,12 @@ def test_a_shard_of_several_counts_and_a_file_that_is_not_read_does_not(folder: 
 
 
 @pytest.mark.parametrize(
-    ("name", "key", "value"), [("config.json", "layer_norm_epsilon", 1e-4), ("generation_config.json", "eos_token_id", 7)]
+    ("name", "key", "value"),
+    [("config.json", "layer_norm_epsilon", 1e-4), ("generation_config.json", "eos_token_id", 7)],
 )
-def test_a_config_that_changes_answers_makes_another(folder: Path, name: str, key: str, value: float) -> None:
+def test_a_config_that_changes_answers_makes_another(
+    folder: Path, name: str, key: str, value: float
+) -> None:
     before = digest(folder)
     path = folder / name
     values = json.loads(path.read_text()) if path.exists() else {}
@@ -73,22 +78,34 @@ def test_another_tokenizer_makes_another(folder: Path) -> None:
     assert digest(folder) != before
 
 
-def test_a_file_that_is_replaced_while_it_is_loaded_is_an_error_although_its_bytes_are_the_same(folder: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_replaced_while_it_is_loaded_is_an_error_although_its_bytes_are_the_same(
+    folder: Path, tmp_path: Path
+) -> None:
     files, spec = ModelFiles(folder, folder / "tokenizer.json"), read_spec(folder)
     shutil.copy(folder / WEIGHTS, tmp_path / "other")
     os.replace(tmp_path / "other", folder / WEIGHTS)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: was replaced while it was loaded"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors: was replaced while it was loaded"
+    ):
         files.digest(spec)
 
 
 def test_a_file_that_is_deleted_while_it_is_loaded_is_an_error(folder: Path) -> None:
     files, spec = ModelFiles(folder, folder / "tokenizer.json"), read_spec(folder)
     (folder / WEIGHTS).unlink()
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read \(No such file or directory\)"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors: cannot be read \(No such file or directory\)"
+    ):
         files.digest(spec)
 
 
-@pytest.mark.parametrize("names", [["../model.safetensors"], ["x" * 5000], ["\ud800"], [{}], ["/dev/zero"], [None]])
-def test_names_that_are_none_are_left_to_the_reader_of_the_weights(folder: Path, names: list[object]) -> None:
-    (folder / INDEX).write_text(json.dumps({"weight_map": {str(i): name for i, name in enumerate(names)}}))
+@pytest.mark.parametrize(
+    "names", [["../model.safetensors"], ["x" * 5000], ["\ud800"], [{}], ["/dev/zero"], [None]]
+)
+def test_names_that_are_none_are_left_to_the_reader_of_the_weights(
+    folder: Path, names: list[object]
+) -> None:
+    (folder / INDEX).write_text(
+        json.dumps({"weight_map": {str(i): name for i, name in enumerate(names)}})
+    )
     assert len(digest(folder)) == 64

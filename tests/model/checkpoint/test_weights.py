@@ -1,4 +1,6 @@
-"""Loading is strict: every tensor that is missing, unexpected, misshapen or of the wrong kind is named; so is every bad config key."""
+"""Loading is strict: every tensor that is missing, unexpected, misshapen or of the wrong kind is
+named; so is every bad config key.
+"""
 
 import json
 import shutil
@@ -43,19 +45,35 @@ def edit_weights(folder: Path, **changes: torch.Tensor | None) -> None:
 
 def edit_config(folder: Path, **changes: Any) -> None:
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in (config | changes).items() if v != "remove"}))
+    (folder / "config.json").write_text(
+        json.dumps({k: v for k, v in (config | changes).items() if v != "remove"})
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
         ("transformer.h.1.ln_2.bias", None, r"missing tensor transformer\.h\.1\.ln_2\.bias"),
-        ("transformer.h.9.ln_2.bias", torch.zeros(64), r"unexpected tensor transformer\.h\.9\.ln_2\.bias"),
-        ("transformer.h.0.attn.c_attn.weight", torch.zeros(192, 64), r"c_attn\.weight has shape \[192, 64\], expected \[96, 64\]"),
-        ("transformer.ln_f.bias", torch.zeros(64, dtype=torch.int32), r"ln_f\.bias has dtype I32, expected one of F64, F32, F16, BF16"),
+        (
+            "transformer.h.9.ln_2.bias",
+            torch.zeros(64),
+            r"unexpected tensor transformer\.h\.9\.ln_2\.bias",
+        ),
+        (
+            "transformer.h.0.attn.c_attn.weight",
+            torch.zeros(192, 64),
+            r"c_attn\.weight has shape \[192, 64\], expected \[96, 64\]",
+        ),
+        (
+            "transformer.ln_f.bias",
+            torch.zeros(64, dtype=torch.int32),
+            r"ln_f\.bias has dtype I32, expected one of F64, F32, F16, BF16",
+        ),
     ],
 )
-def test_a_wrong_tensor_is_named(folder: Path, name: str, value: torch.Tensor | None, message: str) -> None:
+def test_a_wrong_tensor_is_named(
+    folder: Path, name: str, value: torch.Tensor | None, message: str
+) -> None:
     edit_weights(folder, **{name: value})
     with pytest.raises(CheckpointError, match=message):
         load(folder)
@@ -63,7 +81,10 @@ def test_a_wrong_tensor_is_named(folder: Path, name: str, value: torch.Tensor | 
 
 def test_old_mask_buffers_and_a_second_copy_of_the_tied_head_are_fine(folder: Path) -> None:
     embedding = load_file(folder / "model.safetensors")["transformer.wte.weight"]
-    edit_weights(folder, **{"transformer.h.0.attn.bias": torch.ones(8, 8), "lm_head.weight": embedding.clone()})
+    edit_weights(
+        folder,
+        **{"transformer.h.0.attn.bias": torch.ones(8, 8), "lm_head.weight": embedding.clone()},
+    )
     load(folder)
 
 
@@ -71,7 +92,10 @@ def test_a_tied_head_that_differs_is_refused(folder: Path) -> None:
     embedding = load_file(folder / "model.safetensors")["transformer.wte.weight"]
     embedding[17, 3] += 1e-3
     edit_weights(folder, **{"lm_head.weight": embedding})
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from transformer\.wte\.weight.*tie_word_embeddings false"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"lm_head\.weight differs from transformer\.wte\.weight.*tie_word_embeddings false",
+    ):
         load(folder)
 
 
@@ -117,7 +141,10 @@ def test_headers_that_loaders_disagree_about_are_refused(folder: Path) -> None:
     whole = path.read_bytes()
     entry = '"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}'
     for change, message in (
-        (lambda text: text.rstrip()[:-1] + f", {entry}, {entry}" + "}", "'x' occurs twice in the header"),
+        (
+            lambda text: text.rstrip()[:-1] + f", {entry}, {entry}" + "}",
+            "'x' occurs twice in the header",
+        ),
         (lambda text: text.rstrip()[:-1] + f", {entry}" + "}", ": at byte [0-9]+, expected [0-9]+"),
         (lambda text: "[" * 10**6, "its header is not JSON"),
         (lambda text: text.replace('"F32"', '"Q4"', 1), "dtype 'Q4' is not known"),
@@ -135,7 +162,9 @@ def test_headers_that_loaders_disagree_about_are_refused(folder: Path) -> None:
 def test_many_names_with_one_twice_are_refused_at_once(folder: Path) -> None:
     entry = '{"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}'
     names = ", ".join(f'"n{number}": {entry}' for number in range(20_000))
-    rewrite_header(folder / "model.safetensors", lambda text: "{" + names + f', "n19999": {entry}' + "}")
+    rewrite_header(
+        folder / "model.safetensors", lambda text: "{" + names + f', "n19999": {entry}' + "}"
+    )
     with pytest.raises(CheckpointError, match="'n19999' occurs twice"):
         load(folder)
 
@@ -151,7 +180,9 @@ def test_shards_equal_the_single_file(folder: Path, tiny_folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"there is a model\.safetensors too"):
         load(folder)
     (folder / "model.safetensors").unlink()
-    for (_, ours), (_, single) in zip(load(folder).named_parameters(), load(tiny_folder).named_parameters(), strict=True):
+    for (_, ours), (_, single) in zip(
+        load(folder).named_parameters(), load(tiny_folder).named_parameters(), strict=True
+    ):
         assert torch.equal(ours, single)
     index["weight_map"][names[0]] = "b.safetensors"
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -166,28 +197,47 @@ def test_shards_without_an_index_are_read_by_their_headers(folder: Path, tiny_fo
     tensors = load_file(folder / "model.safetensors")
     names = sorted(tensors)
     for number in range(3):
-        save_file({name: tensors[name] for name in names[number::3]}, folder / f"model-0000{number + 1}-of-00003.safetensors")
+        save_file(
+            {name: tensors[name] for name in names[number::3]},
+            folder / f"model-0000{number + 1}-of-00003.safetensors",
+        )
     before = ModelFiles(folder, folder / "tokenizer.json").digest(read_spec(folder))
     load(folder)  # Of model.safetensors, which comes first.
     (folder / "model.safetensors").unlink()
-    for (_, ours), (_, single) in zip(load(folder).named_parameters(), load(tiny_folder).named_parameters(), strict=True):
+    for (_, ours), (_, single) in zip(
+        load(folder).named_parameters(), load(tiny_folder).named_parameters(), strict=True
+    ):
         assert torch.equal(ours, single)
     found = ModelFiles(folder, folder / "tokenizer.json").digest(read_spec(folder))
     assert found != before
-    save_file({name: tensors[name] + 1 for name in names[1::3]}, folder / "model-00002-of-00003.safetensors")
+    save_file(
+        {name: tensors[name] + 1 for name in names[1::3]},
+        folder / "model-00002-of-00003.safetensors",
+    )
     assert ModelFiles(folder, folder / "tokenizer.json").digest(read_spec(folder)) != found
     (folder / "model-00002-of-00003.safetensors").rename(folder / "other.safetensors")
-    with pytest.raises(CheckpointError, match=r"model-00002-of-00003\.safetensors: no such file; the folder has model-00001-of-00003"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"model-00002-of-00003\.safetensors: no such file; the folder has "
+        r"model-00001-of-00003",
+    ):
         load(folder)
 
 
-@pytest.mark.parametrize("names", [["other.safetensors"], ["a-00001-of-00001.safetensors", "b-00001-of-00001.safetensors"]])
+@pytest.mark.parametrize(
+    "names",
+    [["other.safetensors"], ["a-00001-of-00001.safetensors", "b-00001-of-00001.safetensors"]],
+)
 def test_weights_under_other_names_are_listed(folder: Path, names: list[str]) -> None:
     for name in names:
         shutil.copy(folder / "model.safetensors", folder / name)
     (folder / "model.safetensors").unlink()
     listed = ", ".join(names).replace(".", r"\.")
-    with pytest.raises(CheckpointError, match=rf"model\.safetensors: no such file; the folder has {listed}: expected model\.safetensors"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"model\.safetensors: no such file; the folder has {listed}: expected "
+        r"model\.safetensors",
+    ):
         load(folder)
 
 
@@ -199,12 +249,23 @@ def test_weights_under_other_names_are_listed(folder: Path, names: list[str]) ->
         ("model.safetensors", b"<html>404</html>" + bytes(100), "is a web page"),
         ("model.safetensors.index.json", POINTER, "is a pointer of git-lfs"),
         ("pytorch_model.bin", POINTER, "found pytorch_model.bin, a pointer of git-lfs"),
-        ("pytorch_model.bin", b"PK\x03\x04", "found pytorch_model.bin, which may run code.*: `onehead convert --model"),
-        ("model.bin", b"PK\x03\x04", "found model.bin, which may run code.*: named pytorch_model.bin, `onehead convert --model"),
+        (
+            "pytorch_model.bin",
+            b"PK\x03\x04",
+            "found pytorch_model.bin, which may run code.*: `onehead convert --model",
+        ),
+        (
+            "model.bin",
+            b"PK\x03\x04",
+            "found model.bin, which may run code.*: named pytorch_model.bin, `onehead convert "
+            "--model",
+        ),
         ("weights.pt", b"\x80\x02", "found weights.pt, which may run code.*onehead convert"),
     ],
 )
-def test_what_lies_in_place_of_weights_is_said(folder: Path, name: str, data: bytes, words: str) -> None:
+def test_what_lies_in_place_of_weights_is_said(
+    folder: Path, name: str, data: bytes, words: str
+) -> None:
     (folder / "model.safetensors").unlink()
     (folder / name).write_bytes(data)
     with pytest.raises(CheckpointError, match=words):
@@ -217,7 +278,9 @@ def test_weights_may_be_linked_from_elsewhere(folder: Path, tmp_path: Path) -> N
     load(folder)
 
 
-def test_more_tensors_than_any_checkpoint_has_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_tensors_than_any_checkpoint_has_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = folder / "model.safetensors"
     num_tensors = len(Checkpoint(folder).files)
     monkeypatch.setattr(weights, "MAX_TENSORS", num_tensors - 1)
@@ -228,17 +291,28 @@ def test_more_tensors_than_any_checkpoint_has_are_refused(folder: Path, monkeypa
     with pytest.raises(CheckpointError, match="99 bytes of headers"):
         load(folder)
     monkeypatch.setattr(safetensors_file, "MAX_TENSORS", num_tensors - 1)
-    with pytest.raises(CheckpointError, match=rf"{path}: its header describes \d+ tensors; at most {num_tensors - 1} are read"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{path}: its header describes \d+ tensors; at most {num_tensors - 1} are read",
+    ):
         load(folder)
     monkeypatch.setattr(safetensors_file, "MAX_HEADER_BYTES", 99)
     with pytest.raises(CheckpointError, match=rf"{path}: its header says .* at most 99 are read"):
         load(folder)
 
 
-BAD_NAMES = ["../../etc/passwd", "x" * 5000 + ".safetensors", "\ud800.safetensors", "a\n.safetensors", "é" * 125 + ".safetensors"]
+BAD_NAMES = [
+    "../../etc/passwd",
+    "x" * 5000 + ".safetensors",
+    "\ud800.safetensors",
+    "a\n.safetensors",
+    "é" * 125 + ".safetensors",
+]
 
 
-@pytest.mark.parametrize("index", [{}, *({"weight_map": {"x": name}} for name in BAD_NAMES), {"weight_map": []}])
+@pytest.mark.parametrize(
+    "index", [{}, *({"weight_map": {"x": name}} for name in BAD_NAMES), {"weight_map": []}]
+)
 def test_a_bad_index_is_refused(folder: Path, index: Any) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=r"index\.json"):
@@ -251,7 +325,9 @@ def test_a_truncated_file_and_other_formats_are_refused(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"ends at byte \d+, its tensors at \d+: truncated"):
         load(folder)
     path.rename(folder / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"found pytorch_model\.bin, .*onehead convert --model"):
+    with pytest.raises(
+        CheckpointError, match=r"found pytorch_model\.bin, .*onehead convert --model"
+    ):
         load(folder)
 
 
@@ -264,9 +340,16 @@ def test_a_truncated_file_and_other_formats_are_refused(folder: Path) -> None:
         ({"n_layer": "3"}, "n_layer must be an integer from 1 to 1024, found '3'"),
         ({"n_embd": "remove"}, "n_embd must be an integer of at least 1, and is missing"),
         ({"n_positions": True}, "n_positions must be an integer"),
-        ({"activation_function": "mish"}, "activation_function must be one of gelu, .*, found 'mish'"),
+        (
+            {"activation_function": "mish"},
+            "activation_function must be one of gelu, .*, found 'mish'",
+        ),
         ({"add_cross_attention": True}, "add_cross_attention"),
-        ({"eos_token_id": 300}, "eos_token_id 300 of config.json or generation_config.json, expected below vocab_size 300"),
+        (
+            {"eos_token_id": 300},
+            "eos_token_id 300 of config.json or generation_config.json, expected below vocab_size "
+            "300",
+        ),
         ({"eos_token_id": "x"}, "eos_token_id must be an id"),
     ],
 )
@@ -294,7 +377,11 @@ def test_end_tokens_are_the_union_of_both_configs(folder: Path) -> None:
 
 def test_saving_and_loading_is_the_identity(folder: Path, tmp_path: Path) -> None:
     decoder = load(folder)
-    save_decoder(tmp_path / "saved", decoder, torch.float32, gpt_bigcode.config_from_spec(decoder.spec))
+    save_decoder(
+        tmp_path / "saved", decoder, torch.float32, gpt_bigcode.config_from_spec(decoder.spec)
+    )
     assert read_spec(tmp_path / "saved") == decoder.spec
-    for (_, before), (_, after) in zip(decoder.named_parameters(), load(tmp_path / "saved").named_parameters(), strict=True):
+    for (_, before), (_, after) in zip(
+        decoder.named_parameters(), load(tmp_path / "saved").named_parameters(), strict=True
+    ):
         assert torch.equal(before, after)

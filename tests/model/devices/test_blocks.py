@@ -1,10 +1,22 @@
-"""Blocks of int8 and int4: rounding errors, special values, and products by torch against what the stored numbers stand for."""
+"""Blocks of int8 and int4: rounding errors, special values, and products by torch against what the
+stored numbers stand for.
+"""
 
 import pytest
 import torch
 from torch import nn
 
-from model.devices.blocks import BLOCK, CLIPPING, INT4, INT8, LEVELS, BlockFormat, dequantize, product, quantize_activations
+from model.devices.blocks import (
+    BLOCK,
+    CLIPPING,
+    INT4,
+    INT8,
+    LEVELS,
+    BlockFormat,
+    dequantize,
+    product,
+    quantize_activations,
+)
 from model.devices.cpu.torch_blocks import BlockEmbedding, BlockLinear
 from model.layers import Embedding
 
@@ -25,13 +37,20 @@ def test_int4_is_no_worse_than_sixteen_equal_steps_from_the_least_to_the_greates
     low, high = blocks.amin(dim=-1, keepdim=True), blocks.amax(dim=-1, keepdim=True)
     step = (high - low) / LEVELS
     plain = (((blocks - low) / step).round() * step + low - blocks).square().sum(dim=-1)
-    found = (dequantize(INT4, INT4.quantize(weight_NI), 4 * BLOCK) - weight_NI).view(50, 4, BLOCK).square().sum(dim=-1)
+    found = (
+        (dequantize(INT4, INT4.quantize(weight_NI), 4 * BLOCK) - weight_NI)
+        .view(50, 4, BLOCK)
+        .square()
+        .sum(dim=-1)
+    )
     assert CLIPPING[0] == 1.0 and (found <= 1.001 * plain).all() and found.sum() < 0.9 * plain.sum()
 
 
 @pytest.mark.parametrize("form", BOTH)
 def test_what_the_numbers_can_say_is_stored_exactly(form: BlockFormat) -> None:
-    numbers = torch.randint(-127, 128, (5, 64)) if form is INT8 else torch.randint(0, 16, (5, 64)) - 3
+    numbers = (
+        torch.randint(-127, 128, (5, 64)) if form is INT8 else torch.randint(0, 16, (5, 64)) - 3
+    )
     numbers[:, ::BLOCK], numbers[:, 1::BLOCK] = (127, -127) if form is INT8 else (12, -3)
     weight = numbers * 0.25
     assert torch.equal(dequantize(form, form.quantize(weight), 64), weight)
@@ -45,7 +64,12 @@ def test_activations() -> None:
     x[1], x[2, 40], x[3, 0] = 0.0, torch.inf, torch.nan
     numbers, scale = quantize_activations(x)
     assert numbers.abs().max() == 127 and numbers[1].eq(0).all() and numbers.shape == (4, 3, BLOCK)
-    assert scale.isfinite().tolist() == [[True] * 3, [True] * 3, [True, False, True], [False, True, True]]
+    assert scale.isfinite().tolist() == [
+        [True] * 3,
+        [True] * 3,
+        [True, False, True],
+        [False, True, True],
+    ]
     back = (numbers * scale[..., None]).flatten(1)[:, :70]
     assert (back[0] - x[0]).abs().max() <= 0.51 * scale[0].max()
 

@@ -1,4 +1,6 @@
-"""A cache in float8 on the CPU: what is stored, who may see it, what it costs, and where it is refused."""
+"""A cache in float8 on the CPU: what is stored, who may see it, what it costs, and where it is
+refused.
+"""
 
 import json
 import random
@@ -32,8 +34,25 @@ CPU = torch.device("cpu")
 
 
 def test_what_float8_holds() -> None:
-    x = torch.tensor([0.0, 1.0625, 1.1875, 447.0, 449.0, 1e30, -1e30, 2.0**-9, 2.0**-11, torch.inf, -torch.inf, torch.nan])
-    expected = torch.tensor([0.0, 1.0, 1.25, 448.0, 448.0, 448.0, -448.0, 2.0**-9, 0.0, torch.nan, torch.nan, torch.nan])
+    x = torch.tensor(
+        [
+            0.0,
+            1.0625,
+            1.1875,
+            447.0,
+            449.0,
+            1e30,
+            -1e30,
+            2.0**-9,
+            2.0**-11,
+            torch.inf,
+            -torch.inf,
+            torch.nan,
+        ]
+    )
+    expected = torch.tensor(
+        [0.0, 1.0, 1.25, 448.0, 448.0, 448.0, -448.0, 2.0**-9, 0.0, torch.nan, torch.nan, torch.nan]
+    )
     for dtype in (torch.float32, torch.bfloat16):
         assert torch.equal(in_float8(x.to(dtype)).float().nan_to_num(7.0), expected.nan_to_num(7.0))
 
@@ -49,31 +68,52 @@ def test_the_cpu_backend_equals_the_reference_on_ragged_batches(value_in_key: bo
         allocator = PageAllocator(200 * layout.pages_per_block)
         rows = []
         for id in range(rng.randint(2, 6)):
-            start, count = rng.choice([0, rng.randrange(60)]), rng.choice([1, 1, rng.randint(1, 30)])
+            start, count = (
+                rng.choice([0, rng.randrange(60)]),
+                rng.choice([1, 1, rng.randint(1, 30)]),
+            )
             table = PageTable(allocator, layout)
             table.grow(start + count, start + count)
             rows.append(Row(id, [0] * count, start, table.pages, None))
         batch = build_batch(StepPlan(tuple(rows)), layout, find_device("cpu").upload)
         num_tokens = len(batch.token_ids_T)
-        q_THd, k_Td, v_Tv = torch.randn(num_tokens, 4, 40), 600 * torch.randn(num_tokens, 40), torch.randn(num_tokens, 24)
+        q_THd, k_Td, v_Tv = (
+            torch.randn(num_tokens, 4, 40),
+            600 * torch.randn(num_tokens, 40),
+            torch.randn(num_tokens, 24),
+        )
         v_Tv = k_Td[:, :24] if value_in_key else v_Tv
         outputs, pools = [], []
-        for name in ("reference", find_device("cpu").backend_for(_pool(layout, allocator, dtype, value_in_key), 4)):
+        for name in (
+            "reference",
+            find_device("cpu").backend_for(_pool(layout, allocator, dtype, value_in_key), 4),
+        ):
             pool = _pool(layout, allocator, dtype, value_in_key)
             backend = create_backend(name, pool, 0.001, 4)
-            outputs.append(backend.run(backend.plan(batch), 1, q_THd.to(dtype), k_Td.to(dtype), v_Tv.to(dtype)).float())
+            outputs.append(
+                backend.run(
+                    backend.plan(batch), 1, q_THd.to(dtype), k_Td.to(dtype), v_Tv.to(dtype)
+                ).float()
+            )
             pools.append(pool)
         assert backend.name == "torch"
         assert torch.allclose(
-            outputs[0], outputs[1], rtol=1e-5 if dtype is torch.float32 else 2e-2, atol=1e-3 if dtype is torch.float32 else 4.0
+            outputs[0],
+            outputs[1],
+            rtol=1e-5 if dtype is torch.float32 else 2e-2,
+            atol=1e-3 if dtype is torch.float32 else 4.0,
         )
         assert torch.equal(*(pool.keys_LPSd.view(torch.uint8) for pool in pools))
         assert pools[0].keys_LPSd.float().abs().max() == 448 and pools[0].keys_LPSd.dtype is FLOAT8
 
 
-def _pool(layout: CacheLayout, allocator: PageAllocator, dtype: torch.dtype, value_in_key: bool) -> KVPool:
+def _pool(
+    layout: CacheLayout, allocator: PageAllocator, dtype: torch.dtype, value_in_key: bool
+) -> KVPool:
     torch.manual_seed(9)
-    pool = KVPool.allocate(layout, allocator.num_pages, 40, 24, dtype, CPU, value_in_key=value_in_key, stored_as=FLOAT8)
+    pool = KVPool.allocate(
+        layout, allocator.num_pages, 40, 24, dtype, CPU, value_in_key=value_in_key, stored_as=FLOAT8
+    )
     pool.keys_LPSd.copy_(torch.randn(pool.keys_LPSd.shape))
     if not value_in_key:
         pool.values_LPSv.copy_(torch.randn(pool.values_LPSv.shape))
@@ -91,16 +131,25 @@ GREEDY = Sampling(temperature=0.0)
 @pytest.mark.parametrize("family", ["gpt_bigcode", "gemma3_text", "deepseek_v2"])
 @torch.inference_mode()
 def test_the_plan_counts_what_the_runner_takes(family: str, tmp_path: Path) -> None:
-    folder = (make_checkpoint(SHAPES[0], tmp_path) if family == "gpt_bigcode" else make_family_checkpoint(family, 1, tmp_path)).folder
+    folder = (
+        make_checkpoint(SHAPES[0], tmp_path)
+        if family == "gpt_bigcode"
+        else make_family_checkpoint(family, 1, tmp_path)
+    ).folder
     runner = make_runner(folder)
     options = PlanOptions(model=folder, memory=10**9, device="cpu", cache_dtype="fp8", page_size=16)
     plan, spec = make_plan(options), runner.decoder.spec
     assert plan.weight_bytes["float32"] == runner.weight_bytes
     assert plan.kv_bytes_per_token["fp8"]["multi_query"] == spec.kv_bytes_per_token(1)
     assert runner.pool.num_bytes * 4 == make_runner(folder, cache_dtype="auto").pool.num_bytes
-    num_pages = int((10**9 - runner.weight_bytes) * 0.4) // (runner.pool.num_bytes // runner.pool.num_pages)
+    num_pages = int((10**9 - runner.weight_bytes) * 0.4) // (
+        runner.pool.num_bytes // runner.pool.num_pages
+    )
     assert plan.fit is not None
-    assert all(row["multi_query"] == runner.pool.layout.sequences(num_pages, row["context"], 512) for row in plan.fit)
+    assert all(
+        row["multi_query"] == runner.pool.layout.sequences(num_pages, row["context"], 512)
+        for row in plan.fit
+    )
 
 
 @torch.inference_mode()
@@ -109,11 +158,19 @@ def test_a_numerical_error_fails_its_row_alone_and_its_pages_are_cleared(tmp_pat
     embedding: Any = runner.decoder.token_embedding
     embedding.set_rows(7, torch.full((1, embedding.shape[1]), torch.nan))
     fine = Row(1, [1, 2], 0, [array("q", [1])], Sample(GREEDY, [1], []))
-    broken, whole = runner.run(StepPlan((Row(0, [7, 1], 0, [array("q", [0])], Sample(GREEDY, [1], [])), fine))).drawn
+    broken, whole = runner.run(
+        StepPlan((Row(0, [7, 1], 0, [array("q", [0])], Sample(GREEDY, [1], [])), fine))
+    ).drawn
     assert isinstance(broken, SampleError) and isinstance(whole, SampledToken)
     assert runner.pool.keys_LPSd.isnan().any()
-    (reused,) = runner.run(StepPlan((Row(2, [1, 2], 0, [array("q", [0])], Sample(GREEDY, [1], [])),), clear=(0,))).drawn
-    assert isinstance(reused, SampledToken) and reused.token == whole.token and abs(reused.logprob - whole.logprob) < 1e-5
+    (reused,) = runner.run(
+        StepPlan((Row(2, [1, 2], 0, [array("q", [0])], Sample(GREEDY, [1], [])),), clear=(0,))
+    ).drawn
+    assert (
+        isinstance(reused, SampledToken)
+        and reused.token == whole.token
+        and abs(reused.logprob - whole.logprob) < 1e-5
+    )
     assert not runner.pool.keys_LPSd.isnan().any() and not runner.pool.values_LPSv.isnan().any()
 
 
@@ -127,7 +184,10 @@ def test_the_embedded_model_says_much_the_same() -> None:
     assert before.token == after.token and 0 < abs(before.logprob - after.logprob) < 0.2
 
 
-@pytest.mark.parametrize(("capability", "refused"), [((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False), ((10, 0), False)])
+@pytest.mark.parametrize(
+    ("capability", "refused"),
+    [((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False), ((10, 0), False)],
+)
 @pytest.mark.parametrize("cache_dtype", ["fp8", "auto"])
 def test_a_gpu_without_float8_is_refused_by_its_capability(
     capability: tuple[int, int], refused: bool, cache_dtype: str, monkeypatch: pytest.MonkeyPatch
@@ -138,7 +198,10 @@ def test_a_gpu_without_float8_is_refused_by_its_capability(
     if not refused or cache_dtype != "fp8":
         _check_options(spec, options, GpuDevice())
         return
-    found = rf"cache\.dtype fp8: .* compute capability {capability[0]}\.{capability[1]}, expected 8\.9 or more"
+    found = (
+        rf"cache\.dtype fp8: .* compute capability {capability[0]}\.{capability[1]}, expected "
+        r"8\.9 or more"
+    )
     with pytest.raises(OptionError, match=found):
         _check_options(spec, options, GpuDevice())
 
@@ -149,11 +212,21 @@ def test_a_server_answers_and_says_what_it_holds(tiny_folder: Path) -> None:
         info, plan = (json.loads(server.get(path)[1]) for path in ("/info", "/plan"))
         spec = read_spec(tiny_folder)
         assert info["kv_dtype"] == plan["cache"]["dtype"] == "float8_e4m3fn"
-        assert info["kv_bytes_per_token"] == plan["kv_bytes_per_token"]["multi_query"] == spec.kv_bytes_per_token(1)
-        assert server.text("def f", max_new_tokens=8) == server.text("def f", max_new_tokens=8) != ""
+        assert (
+            info["kv_bytes_per_token"]
+            == plan["kv_bytes_per_token"]["multi_query"]
+            == spec.kv_bytes_per_token(1)
+        )
+        assert (
+            server.text("def f", max_new_tokens=8) == server.text("def f", max_new_tokens=8) != ""
+        )
         completion = server.post("/v1/completions", {"prompt": "def f", "max_tokens": 2})[1]
         assert "-float8_e4m3fn-cpu-torch" in completion["system_fingerprint"]
     finally:
         server.process.terminate()
         log = server.process.communicate()[1]
-    assert "bytes per token in float8_e4m3fn" in log and "not batch-invariant;" in log and "fp8 on a CPU" in log
+    assert (
+        "bytes per token in float8_e4m3fn" in log
+        and "not batch-invariant;" in log
+        and "fp8 on a CPU" in log
+    )

@@ -30,17 +30,31 @@ def make_runner(folder: Path, quantization: str) -> ModelRunner:
 def test_a_numerical_error_fails_its_row_alone(tmp_path: Path) -> None:
     runner = make_runner(make_checkpoint(SHAPES[3], tmp_path).folder, "int8")
     embedding: Any = runner.decoder.token_embedding
-    embedding.set_blocks(7, torch.full((1, embedding.form.row_bytes(embedding.shape[1])), 255, dtype=torch.uint8))  # Scales of NaN.
+    embedding.set_blocks(
+        7, torch.full((1, embedding.form.row_bytes(embedding.shape[1])), 255, dtype=torch.uint8)
+    )  # Scales of NaN.
     sample = Sample(Sampling(temperature=0.0), [1], [])
-    broken, fine = runner.run(StepPlan((Row(0, [7, 1], 0, [array("q", [0])], sample), Row(1, [1, 2], 0, [array("q", [1])], sample)))).drawn
+    broken, fine = runner.run(
+        StepPlan(
+            (
+                Row(0, [7, 1], 0, [array("q", [0])], sample),
+                Row(1, [1, 2], 0, [array("q", [1])], sample),
+            )
+        )
+    ).drawn
     assert isinstance(broken, SampleError) and isinstance(fine, SampledToken)
 
 
 def test_the_embedded_model_in_int8_takes_a_quarter_and_says_much_the_same() -> None:
     whole, small = (make_runner(EMBEDDED, quantization) for quantization in ("none", "int8"))
-    assert small.weight_bytes <= 0.27 * whole.weight_bytes and make_runner(EMBEDDED, "int4").weight_bytes <= 0.16 * whole.weight_bytes
+    assert (
+        small.weight_bytes <= 0.27 * whole.weight_bytes
+        and make_runner(EMBEDDED, "int4").weight_bytes <= 0.16 * whole.weight_bytes
+    )
     ids = list(range(300, 340))
-    plan = StepPlan((Row(0, ids, 0, [array("q", range(20))], Sample(Sampling(temperature=0.0), ids, [])),))
+    plan = StepPlan(
+        (Row(0, ids, 0, [array("q", range(20))], Sample(Sampling(temperature=0.0), ids, [])),)
+    )
     (before,), (after,) = whole.run(plan).drawn, small.run(plan).drawn
     assert isinstance(before, SampledToken) and isinstance(after, SampledToken)
     assert before.token == after.token and abs(before.logprob - after.logprob) < 0.1
@@ -65,11 +79,15 @@ def test_torch_and_the_kernels_say_the_same(kind: str, monkeypatch: pytest.Monke
     if library() is None:
         pytest.skip("no kernels were compiled")
     ids = list(range(300, 340))
-    plan = StepPlan((Row(0, ids, 0, [array("q", range(20))], Sample(Sampling(temperature=0.0), ids, [])),))
+    plan = StepPlan(
+        (Row(0, ids, 0, [array("q", range(20))], Sample(Sampling(temperature=0.0), ids, [])),)
+    )
     (native,) = make_runner(EMBEDDED, kind).run(plan).drawn
     monkeypatch.setattr("model.devices.cpu.device.library", lambda: None)
     runner = make_runner(EMBEDDED, kind)
     (by_torch,) = runner.run(plan).drawn
     assert isinstance(runner.decoder.token_embedding, BlockMatrix) and not runner.deterministic
     assert isinstance(native, SampledToken) and isinstance(by_torch, SampledToken)
-    assert native.token == by_torch.token and abs(native.logprob - by_torch.logprob) < 0.02  # Norms differ in their last bits.
+    assert (
+        native.token == by_torch.token and abs(native.logprob - by_torch.logprob) < 0.02
+    )  # Norms differ in their last bits.

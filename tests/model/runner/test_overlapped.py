@@ -1,4 +1,6 @@
-"""The runner that launches, over a stream that is late: tokens taken on the device, captured steps, and what a step leaves behind."""
+"""The runner that launches, over a stream that is late: tokens taken on the device, captured steps,
+and what a step leaves behind.
+"""
 
 import random
 from array import array
@@ -33,15 +35,26 @@ MAX_CONTEXT = 200
 
 
 class Launched(ModelRunner):
-    """What a plan refers to is read when it is launched: on a device the work is told by then, here it is done later."""
+    """What a plan refers to is read when it is launched: on a device the work is told by then, here
+    it is done later.
+    """
 
     def launch(self, plan: StepPlan) -> PendingStep:
         if plan.decode is not None:
-            plan.decode.samples[:] = [replace(sample, output=list(sample.output)) for sample in plan.decode.samples]
+            plan.decode.samples[:] = [
+                replace(sample, output=list(sample.output)) for sample in plan.decode.samples
+            ]
         return super().launch(StepPlan(tuple(map(_copy, plan.listed)), plan.clear, plan.decode))
 
 
-def overlapped(folder: Path, stream: RecordingStream, *, captured: bool, num_pages: int = 60, max_running: int = 8) -> EngineCore:
+def overlapped(
+    folder: Path,
+    stream: RecordingStream,
+    *,
+    captured: bool,
+    num_pages: int = 60,
+    max_running: int = 8,
+) -> EngineCore:
     decoder = load(folder)
     pool = make_pool(decoder, num_pages + 1, PAGE)
     backend = ListedReference(pool, decoder.spec.attention_scale, decoder.spec.num_query_heads)
@@ -49,7 +62,9 @@ def overlapped(folder: Path, stream: RecordingStream, *, captured: bool, num_pag
     if captured:
         assert runner.capture(MAX_CONTEXT) > 0
         runner.warm_up(MAX_CONTEXT)
-    limits = Limits(num_pages * pool.layout.pages_per_block, pool.layout, MAX_CONTEXT, max_running, 64)
+    limits = Limits(
+        num_pages * pool.layout.pages_per_block, pool.layout, MAX_CONTEXT, max_running, 64
+    )
     return EngineCore(Scheduler(limits), runner)
 
 
@@ -58,7 +73,9 @@ FAMILIES = [("gpt_bigcode", 1), ("falcon", 1), ("gemma3_text", 1), ("minicpm3", 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=[family for family, _ in FAMILIES])
 def checkpoint(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, family_checkpoint: Callable[[str, int], Any]
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    family_checkpoint: Callable[[str, int], Any],
 ) -> Any:
     family, number = request.param
     if family == "gpt_bigcode":
@@ -77,18 +94,26 @@ def requests(vocab_size: int) -> list[tuple[list[int], int, Sampling]]:
         Sampling(temperature=0.9, top_k=5, seed=3),
     ]
     return [
-        ([rng.randrange(3, vocab_size) for _ in range(rng.choice([1, 5, 30, 90]))], rng.randint(1, 40), samplings[number % len(samplings)])
+        (
+            [rng.randrange(3, vocab_size) for _ in range(rng.choice([1, 5, 30, 90]))],
+            rng.randint(1, 40),
+            samplings[number % len(samplings)],
+        )
         for number in range(14)
     ]
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_tokens_are_those_of_steps_that_are_waited_for(checkpoint: TinyCheckpoint, captured: bool) -> None:
+def test_tokens_are_those_of_steps_that_are_waited_for(
+    checkpoint: TinyCheckpoint, captured: bool
+) -> None:
     rng = random.Random(7)
     stream = RecordingStream(rng.random)
     core = overlapped(checkpoint.folder, stream, captured=captured)
     expected_core = make_core(checkpoint, 60, 8, page_size=PAGE)
-    for id, (prompt, max_new, sampling) in enumerate(requests(load(checkpoint.folder).spec.vocab_size)):
+    for id, (prompt, max_new, sampling) in enumerate(
+        requests(load(checkpoint.folder).spec.vocab_size)
+    ):
         for one in (core, expected_core):
             one.scheduler.submit(id, list(prompt), max_new, sampling)
     assert finish(core) == finish(expected_core)
@@ -106,7 +131,11 @@ def test_cancelled_and_preempted_in_flight_with_captured_steps(tmp_path: Path) -
         stream = RecordingStream(rng.random)
         core = overlapped(tmp_path, stream, captured=True, num_pages=14)
         asked = {
-            id: ([rng.randrange(3, vocab_size) for _ in range(rng.randint(1, 60))], rng.randint(5, 60), Sampling(temperature=0.0))
+            id: (
+                [rng.randrange(3, vocab_size) for _ in range(rng.randint(1, 60))],
+                rng.randint(5, 60),
+                Sampling(temperature=0.0),
+            )
             for id in range(8)
         }
         outputs: dict[int, list[int]] = {id: [] for id in asked}
@@ -120,7 +149,11 @@ def test_cancelled_and_preempted_in_flight_with_captured_steps(tmp_path: Path) -
                 core.scheduler.cancel(victim)
                 gone.add(victim)
             for event in core.step():
-                assert isinstance(event, TokenEvent) and isinstance(event.drawn, SampledToken) and event.id not in gone
+                assert (
+                    isinstance(event, TokenEvent)
+                    and isinstance(event.drawn, SampledToken)
+                    and event.id not in gone
+                )
                 outputs[event.id].append(event.drawn.token)
             assert integrity(core.scheduler) == []
         for id, (prompt, max_new, sampling) in asked.items():
@@ -138,7 +171,9 @@ def test_a_step_larger_than_any_captured_is_launched_piece_by_piece(tmp_path: Pa
     stream = RecordingStream()
     core = overlapped(tmp_path, stream, captured=False)
     runner = core.runner
-    assert isinstance(runner, ModelRunner) and runner.capture(PAGE) == 9  # 1 to 64 rows; contexts of a page.
+    assert (
+        isinstance(runner, ModelRunner) and runner.capture(PAGE) == 9
+    )  # 1 to 64 rows; contexts of a page.
     core.scheduler.submit(0, [5, 6, 7], 40, Sampling(temperature=0.0))
     finish(core)
     # The prompt, and tokens up to the end of the first page.
@@ -146,15 +181,22 @@ def test_a_step_larger_than_any_captured_is_launched_piece_by_piece(tmp_path: Pa
 
 
 def test_short_chunks_of_prompts_beside_single_tokens_are_captured(tmp_path: Path) -> None:
-    """Whole prompts, parts of one, and their prefixes that were cached; unless what they read again would take too long."""
+    """Whole prompts, parts of one, and their prefixes that were cached; unless what they read again
+    would take too long.
+    """
     checkpoint = make_checkpoint(SHAPES[1], tmp_path)
     stream = RecordingStream()
-    core, expected = overlapped(tmp_path, stream, captured=True), make_core(checkpoint, 60, 8, page_size=PAGE)
+    core, expected = (
+        overlapped(tmp_path, stream, captured=True),
+        make_core(checkpoint, 60, 8, page_size=PAGE),
+    )
     outputs: dict[int, list[int]] = {}
     launched = stream.num_enqueued - stream.num_replays  # To warm up.
     for id in range(6):
         for one in (core, expected):
-            one.scheduler.submit(id, [5 + id, *range(20, 28 + 20 * id)], 30, Sampling(temperature=0.7, seed=id))
+            one.scheduler.submit(
+                id, [5 + id, *range(20, 28 + 20 * id)], 30, Sampling(temperature=0.7, seed=id)
+            )
         for _ in range(3):
             for event in core.step():
                 assert isinstance(event, TokenEvent) and isinstance(event.drawn, SampledToken)
@@ -176,18 +218,34 @@ def test_a_chunk_without_finite_states_fails_alone(num_chunk: int, tmp_path: Pat
 
     def row(id: int, num_tokens: int, first_page: int, sample: Sample | None) -> Row:
         num_pages = pages_for(PAGE + num_tokens, PAGE)
-        pages = [array("q", range(first_page, first_page + num_pages * group.num_stacks)) for group in runner.pool.layout.groups]
+        pages = [
+            array("q", range(first_page, first_page + num_pages * group.num_stacks))
+            for group in runner.pool.layout.groups
+        ]
         return Row(id, [7] * num_tokens, PAGE, pages, sample)
 
     decode = DecodeTable.of(runner.pool.layout, [row(0, 1, 20, greedy)], [PENDING]).advance()
-    rows = row(1, num_chunk, 1, None), row(2, 4, 10, greedy), row(3, 2, 1, greedy), row(4, 5, 30, None)
+    rows = (
+        row(1, num_chunk, 1, None),
+        row(2, 4, 10, greedy),
+        row(3, 2, 1, greedy),
+        row(4, 5, 30, None),
+    )
     before = stream.num_replays
     drawn = runner.run(StepPlan(rows, decode=decode)).drawn
     assert stream.num_replays - before == (num_chunk == 3)
-    assert [type(one) for one in drawn] == [SampledToken, SampleError, SampledToken, SampleError, type(None)]
+    assert [type(one) for one in drawn] == [
+        SampledToken,
+        SampleError,
+        SampledToken,
+        SampleError,
+        type(None),
+    ]
 
 
-def test_what_chunks_would_read_again_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_chunks_would_read_again_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_checkpoint(SHAPES[1], tmp_path)
     replays = []
     for most in (3, 2):
@@ -204,7 +262,9 @@ def test_nothing_is_captured_for_a_backend_without_lists(tmp_path: Path) -> None
     make_checkpoint(SHAPES[1], tmp_path)
     core = make_core(make_checkpoint(SHAPES[1], tmp_path))
     runner: Any = core.runner
-    launched = Launched(runner.decoder, runner.pool, runner.backend, find_device("cpu"), RecordingStream(), 32, 64)
+    launched = Launched(
+        runner.decoder, runner.pool, runner.backend, find_device("cpu"), RecordingStream(), 32, 64
+    )
     assert launched.capture(MAX_CONTEXT) == 0
 
 
@@ -235,7 +295,10 @@ def test_the_largest_step_has_every_token_and_every_draw_there_can_be(tmp_path: 
     runner: Any = make_core(make_checkpoint(SHAPES[1], tmp_path), 60, 8, page_size=PAGE).runner
     for max_running, step_tokens, max_context in ((8, 100, 40), (8, 8, 40), (1, 3, 512)):
         plan = largest_step(runner.pool.layout, step_tokens, max_running, max_context)
-        assert sum(len(row.tokens) for row in plan.rows) == step_tokens and max(len(row.tokens) for row in plan.rows) <= max_context
+        assert (
+            sum(len(row.tokens) for row in plan.rows) == step_tokens
+            and max(len(row.tokens) for row in plan.rows) <= max_context
+        )
         drawn = runner.run(plan).drawn
         assert sum(isinstance(one, SampledToken) for one in drawn) == max_running
 
@@ -248,7 +311,9 @@ def test_a_captured_step_of_quantized_weights(tmp_path: Path) -> None:
     for captured in (False, True):
         pool = make_pool(decoder, 10, PAGE)
         backend = ListedReference(pool, decoder.spec.attention_scale, decoder.spec.num_query_heads)
-        runner = Launched(decoder, pool, backend, find_device("cpu"), stream := RecordingStream(), 4, 64)
+        runner = Launched(
+            decoder, pool, backend, find_device("cpu"), stream := RecordingStream(), 4, 64
+        )
         assert not captured or runner.capture(MAX_CONTEXT)
         core = EngineCore(Scheduler(Limits(9, pool.layout, 100, 4, 64)), runner)
         core.scheduler.submit(0, [5, 6, 7], 20, Sampling(temperature=0.0))

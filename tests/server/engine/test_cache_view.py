@@ -1,4 +1,6 @@
-"""Views of the cache: each says what the allocator and the sequences have, whatever happened before."""
+"""Views of the cache: each says what the allocator and the sequences have, whatever happened
+before.
+"""
 
 import random
 from collections import Counter
@@ -24,7 +26,9 @@ SEEDS, MANY = 150, 5000
 
 
 class Watcher:
-    """Looks at a scheduler now and then, as the API process does, and compares a viewer's state with the scheduler's."""
+    """Looks at a scheduler now and then, as the API process does, and compares a viewer's state
+    with the scheduler's.
+    """
 
     def __init__(self, scheduler: Scheduler, seed: int) -> None:
         self.views = CacheViews(scheduler)
@@ -47,11 +51,17 @@ class Watcher:
         else:
             self.seen["no change"] += 1
         stacks = [group.num_stacks for group in self.limits.layout.groups]
-        problems = self.client.problems(view.dump | {"page_size": self.limits.layout.page_size}, stacks)
+        problems = self.client.problems(
+            view.dump | {"page_size": self.limits.layout.page_size}, stacks
+        )
         assert not problems, problems[:3]
         kinds = Counter(cell[0] for cell in self.client.cells)
         self.seen["looks"] += 1
-        for name, kind in (("cached pages", CACHED), ("owned pages", OWNED), ("shared pages", SHARED)):
+        for name, kind in (
+            ("cached pages", CACHED),
+            ("owned pages", OWNED),
+            ("shared pages", SHARED),
+        ):
             self.seen[name] += kinds[kind] > 0
         for sequence in self.client.sequences.values():
             self.seen[f"{sequence['state']} sequence"] += 1
@@ -82,7 +92,9 @@ def watched(kind: type[History]) -> Callable[[int], History]:
         def cancel(self) -> None:
             ending = len(self.scheduler.ended_in_flight)
             super().cancel()
-            self.watcher.seen["an ended one in flight"] += len(self.scheduler.ended_in_flight) > ending
+            self.watcher.seen["an ended one in flight"] += (
+                len(self.scheduler.ended_in_flight) > ending
+            )
             self.watcher.maybe()
 
         def step(self) -> None:
@@ -134,7 +146,9 @@ def test_a_view_without_a_difference_keeps_its_number() -> None:
     EngineCore(scheduler, HashModel(one_group(4))).step()
     view = views.answer(Look())
     assert (view.number, view.step, numbers(view.runs)) == (2, 1, [0, 1, 2, 3, 0, 1, 1, 2, 3, 4])
-    assert view.sequences == [(3, "mine", "running", 5, 0, 5, 1, 2, 0)] and view == views.answer(Look())
+    assert view.sequences == [(3, "mine", "running", 5, 0, 5, 1, 2, 0)] and view == views.answer(
+        Look()
+    )
     scheduler.cancel(3)
     view = views.answer(Look())
     assert (view.number, view.sequences) == (3, [])
@@ -144,7 +158,9 @@ def test_a_long_queue_is_cut() -> None:
     scheduler = scheduler_of(8)
     for id in range(MOST_WAITING + 5):
         scheduler.submit(id, [1, 2], 2, Sampling())
-    assert [row[0] for row in CacheViews(scheduler).answer(Look()).sequences] == [*range(MOST_WAITING)]
+    assert [row[0] for row in CacheViews(scheduler).answer(Look()).sequences] == [
+        *range(MOST_WAITING)
+    ]
 
 
 def test_reading_pages_leaves_them_to_their_sequences() -> None:

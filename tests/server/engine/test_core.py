@@ -1,4 +1,6 @@
-"""Overlapped steps: with each step launched before the tokens of the previous one are known, every request ends as without overlap."""
+"""Overlapped steps: with each step launched before the tokens of the previous one are known, every
+request ends as without overlap.
+"""
 
 import weakref
 from collections import Counter
@@ -20,7 +22,9 @@ SEEDS, MANY = 400, 4000
 
 
 class OverlappedHistory(History):
-    """The random histories of the scheduler with two steps in flight and, now and then, a step that does not fit into memory."""
+    """The random histories of the scheduler with two steps in flight and, now and then, a step that
+    does not fit into memory.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -37,7 +41,9 @@ class OverlappedHistory(History):
     def cancel(self) -> None:
         if not (self.scheduler.running or self.scheduler.waiting):
             return  # All that is left is in flight.
-        self.seen["cancelled in flight"] += sum(sequence.num_in_flight > 0 for sequence in self.scheduler.running.values())
+        self.seen["cancelled in flight"] += sum(
+            sequence.num_in_flight > 0 for sequence in self.scheduler.running.values()
+        )
         super().cancel()
         self.idle = 0  # What was computed for it is discarded.
 
@@ -50,20 +56,25 @@ class OverlappedHistory(History):
             self.seen["preempted after a step"] += 1
         self.seen["an extra step"] += len(scheduler.ended_in_flight) > leaving
         self.take(news)
-        # A step may only be launched, and the next only land: with three in which nothing moves, but for masks, nothing ever will.
-        self.idle = 0 if news or not had_work or scheduler.num_computed_tokens > computed else self.idle + 1
+        # A step may only be launched, and the next only land: with three in which nothing moves,
+        # but for masks, nothing ever will.
+        self.idle = (
+            0 if news or not had_work or scheduler.num_computed_tokens > computed else self.idle + 1
+        )
         assert self.idle < 4 + 2 * self.most_delay or not scheduler.has_work, "nothing moves"
         assert len(scheduler.running) <= self.limits.max_running
 
     def check_windows(self, sequence: Sequence) -> None:
-        """The checks of the plain history, with allowance for the row in flight and for a row that was not planned after all."""
+        """The checks of the plain history, with allowance for the row in flight and for a row that
+        was not planned after all.
+        """
         layout = self.limits.layout
         for group, pages in zip(layout.groups, sequence.table.pages, strict=True):
             if group.window is not None:
                 kept = sum(page >= 0 for page in pages) // group.num_stacks
-                assert kept <= pages_for(group.window + self.limits.step_tokens, layout.page_size) + 1, (
-                    "a layer keeps more than its window and a page"
-                )
+                assert (
+                    kept <= pages_for(group.window + self.limits.step_tokens, layout.page_size) + 1
+                ), "a layer keeps more than its window and a page"
 
 
 def check_histories(seeds: range) -> None:
@@ -79,7 +90,15 @@ def check_histories(seeds: range) -> None:
         assert not history.runner.queue
         most_in_flight = max(most_in_flight, history.runner.most_in_flight)
     assert most_in_flight == 2
-    for happened in ("finished", "preempted", "shared", "scored", "cancelled in flight", "an extra step", "memory"):
+    for happened in (
+        "finished",
+        "preempted",
+        "shared",
+        "scored",
+        "cancelled in flight",
+        "an extra step",
+        "memory",
+    ):
         assert seen[happened], f"no history in which anything was {happened}"
 
 
@@ -105,7 +124,9 @@ class Watched(DelayedRunner):
         return super().launch(plan)
 
 
-def watched(num_pages: int = 64, max_running: int = 8, give: object = None) -> tuple[Scheduler, Watched, EngineCore]:
+def watched(
+    num_pages: int = 64, max_running: int = 8, give: object = None
+) -> tuple[Scheduler, Watched, EngineCore]:
     scheduler = Scheduler(Limits(num_pages, one_group(4), 200, max_running, 32))
     runner = Watched(HashModel(one_group(4)))
     return scheduler, runner, EngineCore(scheduler, runner)
@@ -127,7 +148,10 @@ def test_two_steps_are_in_flight_and_none_is_wasted_on_a_length() -> None:
         scheduler.submit(id, [1, 2, 3], 6, Sampling(seed=id))
     assert core.step() == [] and len(runner.queue) == 1
     assert len(core.step()) == 3 and len(runner.queue) == 1
-    outputs = {id: [first, *rest] for (id, rest), first in zip(outputs_of(core).items(), [0] * 3, strict=True)}
+    outputs = {
+        id: [first, *rest]
+        for (id, rest), first in zip(outputs_of(core).items(), [0] * 3, strict=True)
+    }
     assert all(len(output) == 6 for output in outputs.values())
     assert len(runner.plans) == 6 and runner.most_in_flight == 2
 
@@ -141,8 +165,14 @@ def test_who_ends_by_a_token_takes_one_more_step_and_keeps_its_pages_for_it() ->
     scheduler.submit(0, prompt, 9, Sampling(seed=seed), stop_token_ids=frozenset({stop}))
     ended = False
     while not ended:
-        ended = any(isinstance(event, TokenEvent) and event.finish == "eos_token" for event in core.step())
-    assert not scheduler.running and scheduler.has_work and scheduler.allocator.num_owned == 1 + (2 + length) // 4
+        ended = any(
+            isinstance(event, TokenEvent) and event.finish == "eos_token" for event in core.step()
+        )
+    assert (
+        not scheduler.running
+        and scheduler.has_work
+        and scheduler.allocator.num_owned == 1 + (2 + length) // 4
+    )
     assert core.step() == [] and not scheduler.has_work and scheduler.allocator.num_owned == 0
     assert len(runner.plans) == length + 1
 
@@ -180,7 +210,14 @@ def test_nobody_is_preempted_while_a_step_is_in_flight() -> None:
     assert preempted_at and set(preempted_at) == {0} and outputs == {0: 8, 1: 9}
 
 
-@pytest.mark.parametrize("sampling", [Sampling(repetition_penalty=1.1), Sampling(bad_words=[[1, 2]]), Sampling(frequency_penalty=0.5)])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(repetition_penalty=1.1),
+        Sampling(bad_words=[[1, 2]]),
+        Sampling(frequency_penalty=0.5),
+    ],
+)
 def test_a_draw_that_reads_the_output_waits_for_it_and_holds_up_nobody(sampling: Sampling) -> None:
     scheduler, runner, core = watched()
     scheduler.submit(0, [1, 2, 3], 6, sampling)
@@ -188,7 +225,10 @@ def test_a_draw_that_reads_the_output_waits_for_it_and_holds_up_nobody(sampling:
     outputs_of(core)
     with_0 = [any(row.sequence == 0 for row in plan.rows) for plan in runner.plans]
     assert with_0[:12] == [True, False] * 6
-    assert all(any(row.sequence == 1 for row in plan.rows) for plan in runner.plans) and len(runner.plans) == 12
+    assert (
+        all(any(row.sequence == 1 for row in plan.rows) for plan in runner.plans)
+        and len(runner.plans) == 12
+    )
 
 
 class Spoiling(DelayedRunner):
@@ -212,7 +252,9 @@ class Spoiling(DelayedRunner):
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_pages_of_a_row_that_failed_in_flight_are_cleared_before_anyone_has_them(cancelled: bool) -> None:
+def test_pages_of_a_row_that_failed_in_flight_are_cleared_before_anyone_has_them(
+    cancelled: bool,
+) -> None:
     scheduler = Scheduler(Limits(8, one_group(4), 200, 2, 32))
     runner = Spoiling(HashModel(one_group(4)), 0, 2)
     core = EngineCore(scheduler, runner)
@@ -261,7 +303,9 @@ def test_what_a_step_had_made_is_gone_before_its_parts_are_computed(launches: bo
     made: list[weakref.ref[Tensors]] = []
 
     def begin(plan: StepPlan) -> None:
-        assert all(reference() is None for reference in made), "the step that did not fit is still there"
+        assert all(reference() is None for reference in made), (
+            "the step that did not fit is still there"
+        )
         if sum(len(row.tokens) for row in plan.rows) > 2:
             tensors = Tensors()
             made.append(weakref.ref(tensors))

@@ -1,4 +1,6 @@
-"""Speculative decoding: the same tokens and log-probabilities as without it, at every schedule, and few wasted draft tokens."""
+"""Speculative decoding: the same tokens and log-probabilities as without it, at every schedule, and
+few wasted draft tokens.
+"""
 
 import hashlib
 import random
@@ -21,7 +23,14 @@ from model.runner.runner import ModelRunner
 from model.step import Row, Sample, SampledToken, SampleError, Sampling, StepPlan, StepResult
 from server.config import EMBEDDED_MODEL, ServeSettings, load
 from server.engine.core import EngineCore, Runner
-from server.engine.drafts import INITIAL_DRAFT, MAX_DRAFT, MAX_SPECULATIVE_STEP, ORDERS, Drafter, divide
+from server.engine.drafts import (
+    INITIAL_DRAFT,
+    MAX_DRAFT,
+    MAX_SPECULATIVE_STEP,
+    ORDERS,
+    Drafter,
+    divide,
+)
 from server.engine.scheduler import Limits, Scheduler, TokenEvent
 from server.engine.sequence import Sequence
 from tests.server.engine.test_scheduler import History, run_histories
@@ -43,17 +52,23 @@ def ngrams(sequence: Sequence) -> Drafter:
 
 
 def repeating(tokens: list[int], seed: int, end_rate: float, may_end: bool) -> int:
-    """A model whose next token depends on the last two, so that it soon repeats itself, until it ends as hash_model's does."""
+    """A model whose next token depends on the last two, so that it soon repeats itself, until it
+    ends as hash_model's does.
+    """
     if may_end and next_token(tokens, seed, end_rate, True) == 0:
         return 0
-    return 1 + hashlib.blake2b(repr((tokens[-2:], seed % 4)).encode(), digest_size=1).digest()[0] % 6
+    return (
+        1 + hashlib.blake2b(repr((tokens[-2:], seed % 4)).encode(), digest_size=1).digest()[0] % 6
+    )
 
 
 # --- the drafter
 
 
 def naive(tokens: list[int], count: int, orders: tuple[int, ...]) -> list[int]:
-    """The specification of a draft: what followed the last occurrence of the last 3 tokens, else of the last 2."""
+    """The specification of a draft: what followed the last occurrence of the last 3 tokens, else of
+    the last 2.
+    """
     for order in orders:
         for end in range(len(tokens) - 1, order - 1, -1):
             if tokens[end - order : end] == tokens[-order:]:
@@ -64,8 +79,14 @@ def naive(tokens: list[int], count: int, orders: tuple[int, ...]) -> list[int]:
     return []
 
 
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.lists(st.integers(1, 5), max_size=8), st.randoms())
-def test_it_guesses_what_followed_last_time_however_the_text_comes(prompt: list[int], grown: list[int], rng: random.Random) -> None:
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=40),
+    st.lists(st.integers(1, 5), max_size=8),
+    st.randoms(),
+)
+def test_it_guesses_what_followed_last_time_however_the_text_comes(
+    prompt: list[int], grown: list[int], rng: random.Random
+) -> None:
     new, trusted, output = Drafter(prompt), Drafter(prompt), list[int]()
     trusted.record_outcome(0, 4, 4)
     for count in grown:
@@ -119,21 +140,26 @@ def test_room_is_shared_fairly(room: int, wishes: list[int]) -> None:
     assert sum(shares.values()) == min(room, sum(wishes))
     short = [shares[i] for i, wish in enumerate(wishes) if shares[i] < wish]
     assert all(0 <= shares[i] <= wish for i, wish in enumerate(wishes))
-    assert not short or max(shares.values()) <= min(short) + 1, "nobody has more than one above who was cut"
+    assert not short or max(shares.values()) <= min(short) + 1, (
+        "nobody has more than one above who was cut"
+    )
 
 
 # --- the scheduler
 
 
 class Guessing(Immediate, History):
-    """The random histories of the scheduler with drafts: from the model itself, some wrong, or n-grams over a model that repeats itself."""
+    """The random histories of the scheduler with drafts: from the model itself, some wrong, or
+    n-grams over a model that repeats itself.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.drafter_for: DrafterFor = ngrams
         if seed % 2:
             self.drafter_for = lambda sequence: Guesser(
-                sequence.prompt, lambda tokens: next_token(tokens, sequence.id, self.model.end_rate, True)
+                sequence.prompt,
+                lambda tokens: next_token(tokens, sequence.id, self.model.end_rate, True),
             )
         else:
             self.model.give = repeating
@@ -159,7 +185,10 @@ class Guessing(Immediate, History):
             self.check_row(row)
             if row.drafts and self.rng.random() < 0.01:
                 self.seen["not finite"] += 1
-                drawn = [SampleError("numbers", code="numerical_error") if j == i else d for j, d in enumerate(result.drawn)]
+                drawn = [
+                    SampleError("numbers", code="numerical_error") if j == i else d
+                    for j, d in enumerate(result.drawn)
+                ]
                 accepted = {j: drafts for j, drafts in result.accepted.items() if j != i}
                 return replace(result, drawn=tuple(drawn), accepted=accepted)
         return result
@@ -168,12 +197,22 @@ class Guessing(Immediate, History):
         if not row.drafts:
             return
         _, max_new, min_new, _, forces = self.requests[row.sequence]
-        assert row.sample is not None and not row.sample.forbidden and row.scoring is None and not forces
-        assert len(row.tokens) == row.drafts + 1 and min_new <= len(row.sample.output) < max_new - row.drafts
+        assert (
+            row.sample is not None
+            and not row.sample.forbidden
+            and row.scoring is None
+            and not forces
+        )
+        assert (
+            len(row.tokens) == row.drafts + 1
+            and min_new <= len(row.sample.output) < max_new - row.drafts
+        )
 
 
 class Failing(Immediate):
-    """The runner is called again after it ran out of memory: without drafts, and this time it succeeds."""
+    """The runner is called again after it ran out of memory: without drafts, and this time it
+    succeeds.
+    """
 
     progress = 0
 
@@ -187,8 +226,20 @@ class Failing(Immediate):
 
 
 def check_seen(seen: Counter[str], least: int) -> None:
-    """Whether the rare things happened often enough, and guesses came true neither always nor never."""
-    kinds = ("finished", "cancelled", "preempted", "scored", "shared", "window passed", "short of memory", "not finite", "accepted")
+    """Whether the rare things happened often enough, and guesses came true neither always nor
+    never.
+    """
+    kinds = (
+        "finished",
+        "cancelled",
+        "preempted",
+        "scored",
+        "shared",
+        "window passed",
+        "short of memory",
+        "not finite",
+        "accepted",
+    )
     assert min(seen[kind] for kind in kinds) > least, seen
     assert 0.3 < seen["accepted"] / seen["drafted"] < 0.95, seen
 
@@ -229,15 +280,21 @@ def test_wrong_guesses_preempt_nobody(pages: int) -> None:
             scheduler.submit(id, [id + 1] * (1 + id), 8, Sampling(seed=id))
         news.append([sorted(events, key=lambda event: event.id) for events in finish(core)])
         preemptions.append(scheduler.num_preemptions)
-        assert scheduler.num_accepted_tokens == 0 and (scheduler.num_drafted_tokens > 20) == (drafter_for is not None)
+        assert scheduler.num_accepted_tokens == 0 and (scheduler.num_drafted_tokens > 20) == (
+            drafter_for is not None
+        )
     assert news[0] == news[1] and preemptions[0] == preemptions[1]
 
 
 def test_a_stop_token_among_the_guesses_ends_the_sequence_there() -> None:
     layout = one_group(4)
-    scheduler = Scheduler(Limits(20, layout, 60, 1, 16), lambda sequence: Guesser(sequence.prompt, lambda tokens: 5))
+    scheduler = Scheduler(
+        Limits(20, layout, 60, 1, 16), lambda sequence: Guesser(sequence.prompt, lambda tokens: 5)
+    )
     scheduler.submit(0, [5, 5], 40, Sampling(), stop_token_ids=frozenset({9}))
-    core = EngineCore(scheduler, HashModel(layout, give=lambda tokens, *_: 9 if len(tokens) == 6 else 5))
+    core = EngineCore(
+        scheduler, HashModel(layout, give=lambda tokens, *_: 9 if len(tokens) == 6 else 5)
+    )
     advances = [advance for step in finish(core) for advance in step]
     assert [a.drawn.token for a in advances if isinstance(a.drawn, SampledToken)] == [5, 5, 5, 5, 9]
     assert advances[-1].finish == "eos_token" and scheduler.allocator.num_owned == 0
@@ -247,28 +304,49 @@ def test_a_refusal_behind_guesses_comes_after_them() -> None:
     row = Row(0, [1, 2, 3], 7, (), Sample(Sampling(), [], [1]), drafts=2)
     assert [list(sample.output) for sample in row.samples] == [[1], [1, 2], [1, 2, 3]]
     refused = SampleError("why", refused=True)
-    assert row.settle([SampledToken(2, 0.0), refused, SampledToken(4, 0.0)]) == ([SampledToken(2, 0.0)], refused)
+    assert row.settle([SampledToken(2, 0.0), refused, SampledToken(4, 0.0)]) == (
+        [SampledToken(2, 0.0)],
+        refused,
+    )
     assert row.settle([SampledToken(2, 0.0), SampledToken(3, 0.0), SampledToken(4, 0.0)]) == (
         [SampledToken(2, 0.0), SampledToken(3, 0.0)],
         SampledToken(4, 0.0),
     )
-    assert row.settle([SampledToken(3, 0.0), SampledToken(3, 0.0), SampledToken(4, 0.0)]) == ([], SampledToken(3, 0.0))
+    assert row.settle([SampledToken(3, 0.0), SampledToken(3, 0.0), SampledToken(4, 0.0)]) == (
+        [],
+        SampledToken(3, 0.0),
+    )
 
 
 # --- the real runner
 
 
 def make_runner(folder: Path, quantization: str) -> ModelRunner:
-    return ModelRunner.load(folder, read_spec(folder), EngineOptions("cpu", "float32", 1, 16, 200, None, 400, 8, 64, quantization))
+    return ModelRunner.load(
+        folder,
+        read_spec(folder),
+        EngineOptions("cpu", "float32", 1, 16, 200, None, 400, 8, 64, quantization),
+    )
 
 
 def outcomes(
-    runner: Runner, layout: object, requests: list[tuple[list[int], Sampling]], drafter_for: DrafterFor | None
+    runner: Runner,
+    layout: object,
+    requests: list[tuple[list[int], Sampling]],
+    drafter_for: DrafterFor | None,
 ) -> tuple[dict[int, list[TokenEvent]], Scheduler]:
     """The events of every request, and the scheduler that produced them."""
     scheduler = Scheduler(Limits(200, layout, 400, 4, 64), drafter_for)  # type: ignore[arg-type]
     for id, (prompt, sampling) in enumerate(requests):
-        scheduler.submit(id, prompt, 50, sampling, num_top=2 * (id % 2), min_new_tokens=3 * (id % 3), stop_token_ids=frozenset({17}))
+        scheduler.submit(
+            id,
+            prompt,
+            50,
+            sampling,
+            num_top=2 * (id % 2),
+            min_new_tokens=3 * (id % 3),
+            stop_token_ids=frozenset({17}),
+        )
     advances: dict[int, list[TokenEvent]] = {id: [] for id in range(len(requests))}
     for step in finish(EngineCore(scheduler, runner)):
         for advance in step:
@@ -289,9 +367,13 @@ SAMPLINGS = (
 @pytest.mark.skipif(library() is None, reason="without the kernels, bits depend on the batch")
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize(("threads", "vocab_size", "count"), [(1, 300, 12), (2, 33_000, 2)])
-def test_the_same_bits_as_without(quantization: str, threads: int, vocab_size: int, count: int, tmp_path: Path) -> None:
+def test_the_same_bits_as_without(
+    quantization: str, threads: int, vocab_size: int, count: int, tmp_path: Path
+) -> None:
     """One case has a vocabulary so large that torch sums a single row with several threads."""
-    runner = make_runner(make_checkpoint(replace(SHAPES[0], vocab_size=vocab_size), tmp_path).folder, quantization)
+    runner = make_runner(
+        make_checkpoint(replace(SHAPES[0], vocab_size=vocab_size), tmp_path).folder, quantization
+    )
     rng, layout = random.Random(1), runner.pool.layout
     requests = []
     for number in range(count):
@@ -302,10 +384,15 @@ def test_the_same_bits_as_without(quantization: str, threads: int, vocab_size: i
     try:
         torch.set_num_threads(threads)
         without, _ = outcomes(runner, layout, requests, None)
-        known = {id: [a.drawn.token for a in advances if isinstance(a.drawn, SampledToken)] for id, advances in without.items()}
+        known = {
+            id: [a.drawn.token for a in advances if isinstance(a.drawn, SampledToken)]
+            for id, advances in without.items()
+        }
         by_ngrams, scheduler = outcomes(runner, layout, requests, ngrams)
         assert by_ngrams == without and scheduler.num_drafted_tokens > 0
-        told, scheduler = outcomes(runner, layout, requests, lambda sequence: told_by(known[sequence.id], sequence))
+        told, scheduler = outcomes(
+            runner, layout, requests, lambda sequence: told_by(known[sequence.id], sequence)
+        )
         assert told == without and scheduler.num_accepted_tokens > 20
     finally:
         torch.set_num_threads(before)
@@ -314,13 +401,18 @@ def test_the_same_bits_as_without(quantization: str, threads: int, vocab_size: i
 def told_by(output: list[int], sequence: Sequence) -> Drafter:
     """Drafts from the known outcome, some of them wrong."""
     start = len(sequence.prompt)
-    return Guesser(sequence.prompt, lambda tokens: ([*output, 0])[min(len(tokens) - start, len(output))])
+    return Guesser(
+        sequence.prompt, lambda tokens: ([*output, 0])[min(len(tokens) - start, len(output))]
+    )
 
 
 def test_few_rows_are_wasted_on_what_repeats_nothing() -> None:
     runner = make_runner(EMBEDDED_MODEL, "int8")
     rng = random.Random(5)
-    requests = [([rng.randrange(4096) for _ in range(rng.randint(1, 120))], Sampling(seed=number)) for number in range(20)]
+    requests = [
+        ([rng.randrange(4096) for _ in range(rng.randint(1, 120))], Sampling(seed=number))
+        for number in range(20)
+    ]
     advances, scheduler = outcomes(runner, runner.pool.layout, requests, ngrams)
     num_tokens = sum(map(len, advances.values()))
     wasted = scheduler.num_drafted_tokens - scheduler.num_accepted_tokens
@@ -328,7 +420,9 @@ def test_few_rows_are_wasted_on_what_repeats_nothing() -> None:
 
 
 def test_a_guess_that_is_not_a_number_harms_nobody(tmp_path: Path) -> None:
-    """With torch's kernels its NaN reaches earlier tokens of the sequence and stays in later slots."""
+    """With torch's kernels its NaN reaches earlier tokens of the sequence and stays in later
+    slots.
+    """
     runner = make_runner(make_checkpoint(SHAPES[3], tmp_path).folder, "none")
     assert runner.kernels == "torch" or "native" in runner.kernels
     embed = runner.decoder.token_embedding.forward
@@ -339,10 +433,14 @@ def test_a_guess_that_is_not_a_number_harms_nobody(tmp_path: Path) -> None:
     runner.decoder.token_embedding.forward = poisoned  # type: ignore[method-assign, assignment]
     requests = [([id + 1] * 20, Sampling(temperature=0.0, bad_words=((99,),))) for id in range(4)]
     without, _ = outcomes(runner, runner.pool.layout, requests, None)
-    guessed, scheduler = outcomes(runner, runner.pool.layout, requests, lambda sequence: Wrong(sequence.prompt))
+    guessed, scheduler = outcomes(
+        runner, runner.pool.layout, requests, lambda sequence: Wrong(sequence.prompt)
+    )
     assert scheduler.num_drafted_tokens == 0, "a row with guesses was taken in"
     for id, advances in without.items():
-        assert [structs.replace(a, drawn=None) for a in advances] == [structs.replace(a, drawn=None) for a in guessed[id]]  # type: ignore[arg-type]
+        assert [structs.replace(a, drawn=None) for a in advances] == [
+            structs.replace(a, drawn=None) for a in guessed[id]
+        ]  # type: ignore[arg-type]
         for a, b in zip(advances, guessed[id], strict=True):
             assert isinstance(a.drawn, SampledToken) and isinstance(b.drawn, SampledToken)
             assert a.drawn.token == b.drawn.token and abs(a.drawn.logprob - b.drawn.logprob) < 1e-4
@@ -353,14 +451,22 @@ def test_a_guess_that_is_not_a_number_harms_nobody(tmp_path: Path) -> None:
 
 def test_the_option() -> None:
     assert load(ServeSettings, [], "onehead serve").engine.speculation == "none"
-    assert load(ServeSettings, ["--engine.speculation", "ngram"], "onehead serve").engine.speculation == "ngram"
+    assert (
+        load(ServeSettings, ["--engine.speculation", "ngram"], "onehead serve").engine.speculation
+        == "ngram"
+    )
 
 
-def test_a_server_that_speculates_answers_as_one_that_does_not(embedded_server: ServerProcess) -> None:
+def test_a_server_that_speculates_answers_as_one_that_does_not(
+    embedded_server: ServerProcess,
+) -> None:
     server = ServerProcess(EMBEDDED_MODEL, "--engine.speculation", "ngram", "--cache.pages", "64")
     try:
         prompt = "def add(first, second):\n    return first + second\n\n\ndef add(first, second):\n"
-        for parameters in ({"max_new_tokens": 60}, {"max_new_tokens": 40, "do_sample": True, "seed": 3, "temperature": 0.6}):
+        for parameters in (
+            {"max_new_tokens": 60},
+            {"max_new_tokens": 40, "do_sample": True, "seed": 3, "temperature": 0.6},
+        ):
             body = {"inputs": prompt, "parameters": {**parameters, "details": True}}
             assert server.post("/generate", body) == embedded_server.post("/generate", body)
         assert server.metric("onehead_spec_decode_num_accepted_tokens_total") > 10

@@ -1,4 +1,6 @@
-"""Clients share an engine by the tokens that they were served; none starves, and none gains by waiting or leaving."""
+"""Clients share an engine by the tokens that they were served; none starves, and none gains by
+waiting or leaving.
+"""
 
 import random
 from collections import Counter, defaultdict
@@ -21,12 +23,19 @@ ALICE, BOB = Share("alice"), Share("bob")
 
 
 class ClientHistory(History):
-    """The random histories of the scheduler with several clients, some with a weight, a limit or a rank of their own."""
+    """The random histories of the scheduler with several clients, some with a weight, a limit or a
+    rank of their own.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.shares = [
-            Share(name, self.rng.choice([0.5, 1.0, 1.0, 3.0]), self.rng.choice([0, 0, 0, 1, 2]), self.rng.choice([0, 0, 0, 0, -1, 1]))
+            Share(
+                name,
+                self.rng.choice([0.5, 1.0, 1.0, 3.0]),
+                self.rng.choice([0, 0, 0, 1, 2]),
+                self.rng.choice([0, 0, 0, 0, -1, 1]),
+            )
             for name in "abcd"[: self.rng.randint(2, 4)]
         ]
 
@@ -40,16 +49,25 @@ class ClientHistory(History):
         rows = self.model.last_rows
         awaited = any(sequence.awaits_mask for sequence in scheduler.running.values())
         assert rows or not had_work or awaited, "nothing was computed"
-        assert len(rows) <= self.limits.max_running and sum(map(len, rows.values())) <= self.limits.step_tokens
+        assert (
+            len(rows) <= self.limits.max_running
+            and sum(map(len, rows.values())) <= self.limits.step_tokens
+        )
         self.take(news)
         self.check_clients(scheduler.num_preemptions - preemptions)
 
     def check_clients(self, preempted: int) -> None:
         scheduler = self.scheduler
         running = Counter(sequence.account.client for sequence in scheduler.running.values())
-        assert all(running[share.client] <= share.max_running for share in self.shares if share.max_running), "more than it may"
+        assert all(
+            running[share.client] <= share.max_running for share in self.shares if share.max_running
+        ), "more than it may"
         if preempted:
-            others = [s for s in scheduler.waiting.values() if s.payer is not None and s.payer is not s.account]
+            others = [
+                s
+                for s in scheduler.waiting.values()
+                if s.payer is not None and s.payer is not s.account
+            ]
             self.seen["preempted for another client"] += len(others) > 0
 
 
@@ -85,12 +103,28 @@ def test_every_client_is_served_to_the_end_in_many_histories(history: type[Histo
 class Demand:
     """Clients that always have sequences waiting, each with its own lengths, on one scheduler."""
 
-    def __init__(self, shares: list[Share], seed: int, max_running: int = 8, num_pages: int = 400, longest: int = 60) -> None:
+    def __init__(
+        self,
+        shares: list[Share],
+        seed: int,
+        max_running: int = 8,
+        num_pages: int = 400,
+        longest: int = 60,
+    ) -> None:
         self.rng, self.shares = random.Random(seed), shares
-        limits = Limits(num_pages, one_group(4), max_context=400, max_running=max_running, step_tokens=max_running + 32)
+        limits = Limits(
+            num_pages,
+            one_group(4),
+            max_context=400,
+            max_running=max_running,
+            step_tokens=max_running + 32,
+        )
         self.scheduler = Scheduler(limits)
         self.core = EngineCore(self.scheduler, HashModel(one_group(4)))
-        self.lengths = {share.client: (self.rng.randint(1, longest), self.rng.randint(1, longest)) for share in shares}
+        self.lengths = {
+            share.client: (self.rng.randint(1, longest), self.rng.randint(1, longest))
+            for share in shares
+        }
         self.cost: Counter[str] = Counter()
         self.owner: dict[int, Share] = {}
 
@@ -110,7 +144,9 @@ class Demand:
         for event in events:
             assert isinstance(event.drawn, SampledToken)
             share = self.owner[event.id]
-            self.cost[share.client] += 2 + (event.index == 0) * len(self.scheduler.running[event.id].prompt if not event.finish else ())
+            self.cost[share.client] += 2 + (event.index == 0) * len(
+                self.scheduler.running[event.id].prompt if not event.finish else ()
+            )
         return events
 
 
@@ -121,7 +157,11 @@ def test_backlogged_clients_are_served_by_weight(seed: int) -> None:
     demand = Demand(shares, seed)
     for _ in range(100):
         demand.step(shares[:1])
-    before = {share.client: account.served for share in shares if (account := demand.scheduler._shares.accounts.get(share.client))}
+    before = {
+        share.client: account.served
+        for share in shares
+        if (account := demand.scheduler._shares.accounts.get(share.client))
+    }
     for _ in range(1500):
         demand.step(shares)
     start = before["alice"]
@@ -130,7 +170,9 @@ def test_backlogged_clients_are_served_by_weight(seed: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["places", "pages", "long prompts"])
-def test_a_newcomer_is_served_at_once_though_another_client_holds_and_awaits_everything(how: str) -> None:
+def test_a_newcomer_is_served_at_once_though_another_client_holds_and_awaits_everything(
+    how: str,
+) -> None:
     demand = Demand([ALICE, BOB], 1, max_running=8, num_pages=400 if how == "places" else 60)
     prompt, output = (150, 4) if how == "long prompts" else (4, 40)
     demand.lengths["alice"] = prompt, output
@@ -155,7 +197,9 @@ def tokens_of(demand: Demand, steps: int | None = None) -> dict[int, list[int]]:
     return outputs
 
 
-def test_the_newest_sequence_of_the_client_that_was_served_most_makes_place_and_goes_on_as_if_alone() -> None:
+def test_the_newest_sequence_of_the_client_that_was_served_most_makes_place_and_goes_on_as_if_alone() -> (  # noqa: E501
+    None
+):
     demand, alone = (Demand([ALICE, BOB], 3, max_running=4) for _ in range(2))
     for _ in range(4):
         demand.submit(ALICE, 5, 120)
@@ -181,7 +225,9 @@ def test_idle_time_is_not_saved_and_alone_is_no_debt() -> None:
 
 
 def test_clients_that_left_are_forgotten() -> None:
-    scheduler = Scheduler(Limits(num_pages=40, layout=one_group(4), max_context=16, max_running=2, step_tokens=32))
+    scheduler = Scheduler(
+        Limits(num_pages=40, layout=one_group(4), max_context=16, max_running=2, step_tokens=32)
+    )
     core = EngineCore(scheduler, HashModel(one_group(4)))
     for id in range(1000):
         scheduler.submit(id, [1, 2], 2, Sampling(), share=Share(f"client {id}"))
@@ -193,7 +239,10 @@ def test_who_has_another_preempted_pays_for_what_is_computed_again() -> None:
     """Else a client with many tiny requests could have another compute the same tokens for ever."""
     demand = Demand([ALICE, BOB], 7, max_running=2, num_pages=60)
     demand.lengths["alice"] = 60, 100
-    demand.lengths["bob"] = 100, 1  # Its pages displace those that were kept for the other client's sequences.
+    demand.lengths["bob"] = (
+        100,
+        1,
+    )  # Its pages displace those that were kept for the other client's sequences.
     for _ in range(2000):
         demand.step([ALICE, BOB])
     accounts = demand.scheduler._shares.accounts

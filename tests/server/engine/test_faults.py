@@ -1,4 +1,6 @@
-"""A fault of one request affects no other: too little memory, a row that cannot be sampled, a grammar that fails."""
+"""A fault of one request affects no other: too little memory, a row that cannot be sampled, a
+grammar that fails.
+"""
 
 import random
 from typing import Any
@@ -32,13 +34,17 @@ class SmallModel(HashModel):
         self.refused = 0
 
     def run(self, plan: StepPlan) -> StepResult:
-        if sum(len(row.tokens) for row in plan.rows) > self.most or any(row.sequence == self.hopeless for row in plan.rows):
+        if sum(len(row.tokens) for row in plan.rows) > self.most or any(
+            row.sequence == self.hopeless for row in plan.rows
+        ):
             self.refused += 1
             raise MemoryError("no")
         return super().run(plan)
 
 
-def run_all(core: EngineCore) -> tuple[dict[int, list[int]], dict[int, SampleError], list[PromptScored]]:
+def run_all(
+    core: EngineCore,
+) -> tuple[dict[int, list[int]], dict[int, SampleError], list[PromptScored]]:
     outputs: dict[int, list[int]] = {}
     failed: dict[int, SampleError] = {}
     scored: list[PromptScored] = []
@@ -62,15 +68,23 @@ def test_a_step_too_large_is_computed_in_parts(most: int) -> None:
         core = EngineCore(Scheduler(Limits(64, one_group(PAGE), 200, 8, 32)), model)
         expected, prompts = {}, {}
         for id in range(1, 6):
-            prompts[id], count = [rng.randrange(1, 60) for _ in range(rng.randint(1, 30))], rng.randint(1, 8)
-            core.scheduler.submit(id, prompts[id], count, Sampling(seed=id), score_prompt=id % 2 == 0)
+            prompts[id], count = (
+                [rng.randrange(1, 60) for _ in range(rng.randint(1, 30))],
+                rng.randint(1, 8),
+            )
+            core.scheduler.submit(
+                id, prompts[id], count, Sampling(seed=id), score_prompt=id % 2 == 0
+            )
             expected[id] = oracle(prompts[id], count, 0, frozenset(), id, 0.0)
         outputs, failed, scored = run_all(core)
         assert outputs == expected and failed == {} and (model.refused > 0 or most == 40)
         for id in (2, 4):
             scores = [score for event in scored if event.id == id for score in event.scores]
-            # The hash model's log-probability is the position that it scored: none is skipped, none comes twice.
-            assert [(score.token, score.logprob) for score in scores] == [(prompts[id][i], -float(i)) for i in range(1, len(prompts[id]))]
+            # The hash model's log-probability is the position that it scored: none is skipped, none
+            # comes twice.
+            assert [(score.token, score.logprob) for score in scores] == [
+                (prompts[id][i], -float(i)) for i in range(1, len(prompts[id]))
+            ]
 
 
 def test_what_does_not_fit_even_alone_fails_alone() -> None:
@@ -84,7 +98,9 @@ def test_what_does_not_fit_even_alone_fails_alone() -> None:
     assert core.scheduler.allocator.num_owned == 0
 
 
-def test_one_row_that_cannot_be_drawn_leaves_the_others_what_they_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_row_that_cannot_be_drawn_leaves_the_others_what_they_draw(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch.manual_seed(0)
     logits = torch.randn(5, 50)
     samples = [Sample(Sampling(temperature=0.8, seed=i), [1], [2]) for i in range(5)]
@@ -100,8 +116,12 @@ def test_one_row_that_cannot_be_drawn_leaves_the_others_what_they_draw(monkeypat
     assert draw(logits, samples) == [*expected[:3], NOT_SAMPLED, expected[4]]
 
 
-@pytest.mark.parametrize("error", [MemoryError("x"), torch.OutOfMemoryError("x"), torch.AcceleratorError("x", 1)])
-def test_a_device_that_fails_is_no_rows_fault(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error", [MemoryError("x"), torch.OutOfMemoryError("x"), torch.AcceleratorError("x", 1)]
+)
+def test_a_device_that_fails_is_no_rows_fault(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     def fail(*_: Any) -> None:
         raise error
 
@@ -115,9 +135,13 @@ def test_a_grammar_that_breaks_ends_its_own_sequence() -> None:
         def take(self) -> Guidance:
             raise ConstraintFailed("inside a library", refused=False)
 
-    core = EngineCore(Scheduler(Limits(64, one_group(PAGE), 200, 8, 32)), HashModel(one_group(PAGE)))
+    core = EngineCore(
+        Scheduler(Limits(64, one_group(PAGE), 200, 8, 32)), HashModel(one_group(PAGE))
+    )
     core.scheduler.submit(1, [1, 2], 5, Sampling(seed=1), constraint=Broken())
     core.scheduler.submit(2, [1, 2], 5, Sampling(seed=2))
     outputs, failed, _ = run_all(core)
-    assert failed[1].code == "grammar_error" and outputs[2] == oracle([1, 2], 5, 0, frozenset(), 2, 0.0)
+    assert failed[1].code == "grammar_error" and outputs[2] == oracle(
+        [1, 2], 5, 0, frozenset(), 2, 0.0
+    )
     assert core.scheduler.allocator.num_owned == 0

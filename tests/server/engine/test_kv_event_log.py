@@ -1,4 +1,6 @@
-"""KV events without sockets: a router that takes every message knows the engine's blocks, as does one that asks for those it has lost."""
+"""KV events without sockets: a router that takes every message knows the engine's blocks, as does
+one that asks for those it has lost.
+"""
 
 import random
 from collections import Counter
@@ -29,7 +31,9 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Router:
-    """Takes the messages of a log but for those that it loses, and asks for these when it sees that they are missing."""
+    """Takes the messages of a log but for those that it loses, and asks for these when it sees that
+    they are missing.
+    """
 
     def __init__(self, log: KvEventLog, loses: float) -> None:
         self.log, self.loses = log, loses
@@ -45,14 +49,18 @@ class Router:
     def catch_up(self) -> None:
         messages = [frames(*message) for message in self.log.since(self.index.number + 1, 0.5)]
         self.index.seen["replays"] += 1
-        self.index.seen["replays of the whole"] += len(messages) > 0 and int.from_bytes(messages[0][0]) != self.index.number + 1
+        self.index.seen["replays of the whole"] += (
+            len(messages) > 0 and int.from_bytes(messages[0][0]) != self.index.number + 1
+        )
         for number, content in messages:
             self.index.take(int.from_bytes(number), content)
         assert self.index.number == self.log.number
 
 
 class Watcher:
-    """Publishes a scheduler's events after each step, and compares what routers know with its prefix cache."""
+    """Publishes a scheduler's events after each step, and compares what routers know with its
+    prefix cache.
+    """
 
     def __init__(self, scheduler: Scheduler, seed: int) -> None:
         self.scheduler, self.rng = scheduler, random.Random(seed)
@@ -83,11 +91,16 @@ class Watcher:
         self.seen["compared"] += bool(blocks)
 
     def predict(self, prompt: list[int]) -> None:
-        """What a router expects of a prompt is what the engine finds. With windows the engine may also need pages that are gone."""
+        """What a router expects of a prompt is what the engine finds. With windows the engine may
+        also need pages that are gone.
+        """
         layout, chain = self.scheduler.limits.layout, Chain("")
         for start in range(0, len(prompt) - layout.page_size + 1, layout.page_size):
             chain.extend(prompt[start : start + layout.page_size])
-        found, expected = len(self.scheduler.prefixes.match(chain.links)), self.routers[0].index.num_cached(prompt, layout.page_size)
+        found, expected = (
+            len(self.scheduler.prefixes.match(chain.links)),
+            self.routers[0].index.num_cached(prompt, layout.page_size),
+        )
         has_windows = any(group.window is not None for group in layout.groups)
         assert found <= expected if has_windows else found == expected
         self.seen["predicted hits"] += found > 0
@@ -123,7 +136,15 @@ def watched(kind: type[History]) -> Callable[[int], History]:
     return Watched
 
 
-KINDS = "compared", "BlockStored", "BlockRemoved", "AllBlocksCleared", "predicted hits", "replays", "replays of the whole"
+KINDS = (
+    "compared",
+    "BlockStored",
+    "BlockRemoved",
+    "AllBlocksCleared",
+    "predicted hits",
+    "replays",
+    "replays of the whole",
+)
 
 
 @pytest.mark.parametrize("part", range(2))
@@ -141,7 +162,11 @@ def test_routers_know_the_blocks_of_the_engine_in_many_histories(kind: type[Hist
 
 def cache_with(tokens: list[int], salt: str, log: KvEventLog) -> PrefixCache:
     allocator, layout = PageAllocator(8), one_group(4)
-    prefixes, table, chain = PrefixCache(allocator, layout), PageTable(allocator, layout), Chain(salt)
+    prefixes, table, chain = (
+        PrefixCache(allocator, layout),
+        PageTable(allocator, layout),
+        Chain(salt),
+    )
     prefixes.on_change = log.changes.append
     table.grow(len(tokens), len(tokens))
     for index in range(len(tokens) // 4):
@@ -159,8 +184,14 @@ def test_the_first_block_names_the_salt_but_not_the_caller(salt: str) -> None:
     number, content = frames(*message)
     assert number == (1).to_bytes(8, "big") and b"caller" not in content
     index.take(1, content)
-    assert [place[1:] for place in index.blocks.values()] == [((1, 2, 3, 4), salt), ((5, 6, 7, 8), "")]
-    assert index.num_cached([1, 2, 3, 4, 5, 6, 7, 8, 9], 4, salt) == 2 and index.num_cached([1, 2, 3, 4], 4, "other") == 0
+    assert [place[1:] for place in index.blocks.values()] == [
+        ((1, 2, 3, 4), salt),
+        ((5, 6, 7, 8), ""),
+    ]
+    assert (
+        index.num_cached([1, 2, 3, 4, 5, 6, 7, 8, 9], 4, salt) == 2
+        and index.num_cached([1, 2, 3, 4], 4, "other") == 0
+    )
 
 
 def test_a_block_that_is_stored_again_in_the_same_step_is_removed_before() -> None:
@@ -174,14 +205,22 @@ def test_a_block_that_is_stored_again_in_the_same_step_is_removed_before() -> No
     message = log.take(0.5)
     assert message is not None
     index.take(1, frames(*message)[1])
-    assert len(index.blocks) == 1 and index.seen == {"AllBlocksCleared": 1, "BlockStored": 2, "BlockRemoved": 1}
+    assert len(index.blocks) == 1 and index.seen == {
+        "AllBlocksCleared": 1,
+        "BlockStored": 2,
+        "BlockRemoved": 1,
+    }
 
 
 def test_a_new_log_is_above_an_old_one_and_says_that_nothing_is_there() -> None:
-    """A subscriber that has only the old engine's messages sees a gap, and gets the new engine's state whatever number it asks for."""
+    """A subscriber that has only the old engine's messages sees a gap, and gets the new engine's
+    state whatever number it asks for.
+    """
     old, new, index = KvEventLog(0), KvEventLog(100), BlockIndex("")
     for log in (old, new):
-        assert log.since(0, 0.5) == [(log.number, 0.5, [None])], "asked before anything was published"
+        assert log.since(0, 0.5) == [(log.number, 0.5, [None])], (
+            "asked before anything was published"
+        )
     cache_with([1, 2, 3, 4], "", old)
     cache_with([5, 6, 7, 8], "", new)
     old_message, new_message = old.take(0.5), new.take(0.5)

@@ -1,4 +1,6 @@
-"""KV events on real sockets: what is missed is asked for and sent again, a slow subscriber costs bounded memory, and no time."""
+"""KV events on real sockets: what is missed is asked for and sent again, a slow subscriber costs
+bounded memory, and no time.
+"""
 
 import os
 import random
@@ -72,11 +74,16 @@ class Blocks:
 
     @property
     def dump(self) -> dict[str, object]:
-        return {"blocks": [int.from_bytes(name[-8:]) for name in self.names], "kv_event": self.publisher.log.number}
+        return {
+            "blocks": [int.from_bytes(name[-8:]) for name in self.names],
+            "kv_event": self.publisher.log.number,
+        }
 
 
 @pytest.mark.parametrize("loses", [0.0, 0.3, 0.999])
-def test_a_subscriber_knows_the_blocks_whatever_it_loses(publisher: KvPublisher, options: KvEvents, loses: float) -> None:
+def test_a_subscriber_knows_the_blocks_whatever_it_loses(
+    publisher: KvPublisher, options: KvEvents, loses: float
+) -> None:
     """With 0.999 it loses more than is kept, and is sent the state."""
     blocks = Blocks(publisher)
     with Subscriber(options.address, options.replay, TOPIC, loses) as subscriber:
@@ -84,7 +91,10 @@ def test_a_subscriber_knows_the_blocks_whatever_it_loses(publisher: KvPublisher,
             blocks.publish(2 * KEPT)
             assert subscriber.problems(blocks.dump) == []
         assert bool(subscriber.seen["gaps"]) is (loses > 0) or loses > 0.9
-        assert subscriber.seen["replays"] >= 1 + (loses > 0) and subscriber.seen["replays without an answer"] == 0
+        assert (
+            subscriber.seen["replays"] >= 1 + (loses > 0)
+            and subscriber.seen["replays without an answer"] == 0
+        )
         assert loses < 0.9 or subscriber.seen["replays of the whole"], subscriber.seen
 
 
@@ -97,7 +107,9 @@ def test_a_late_subscriber_gets_the_state(publisher: KvPublisher, options: KvEve
             assert subscriber.problems(blocks.dump) == []
 
 
-def test_a_subscriber_that_does_not_read_costs_no_time_and_bounded_memory(publisher: KvPublisher, options: KvEvents) -> None:
+def test_a_subscriber_that_does_not_read_costs_no_time_and_bounded_memory(
+    publisher: KvPublisher, options: KvEvents
+) -> None:
     context = zmq.Context()
     with context, context.socket(zmq.SUB) as stuck:
         stuck.set_hwm(10)
@@ -123,8 +135,14 @@ def test_a_subscriber_that_does_not_read_costs_no_time_and_bounded_memory(publis
         assert len(numbers) < numbers[-1] - numbers[0], "it sees that messages are missing"
 
 
-@pytest.mark.parametrize("request_", [[b"", b""], [b"x"], [b"", b"not a number of eight bytes"], [b""], [b"", b"x" * 2000]], ids=str)
-def test_strange_requests_harm_nobody(publisher: KvPublisher, options: KvEvents, request_: list[bytes]) -> None:
+@pytest.mark.parametrize(
+    "request_",
+    [[b"", b""], [b"x"], [b"", b"not a number of eight bytes"], [b""], [b"", b"x" * 2000]],
+    ids=str,
+)
+def test_strange_requests_harm_nobody(
+    publisher: KvPublisher, options: KvEvents, request_: list[bytes]
+) -> None:
     context = zmq.Context()
     with context:
         for frames in (request_, [b"", (0).to_bytes(8)]):
@@ -138,23 +156,38 @@ def test_strange_requests_harm_nobody(publisher: KvPublisher, options: KvEvents,
         assert last == END
 
 
-def test_the_library_is_asked_for_by_its_extra(options: KvEvents, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_is_asked_for_by_its_extra(
+    options: KvEvents, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(OptionError, match=r"pip install 'onehead\[events\]'"):
         KvPublisher(options, -1)
 
 
-@pytest.mark.filterwarnings("ignore:Unclosed:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings(
+    "ignore:Unclosed:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 def test_an_address_in_use_is_refused(publisher: KvPublisher, options: KvEvents) -> None:
-    for again in (KvEvents(options.address), KvEvents(addresses().address, options.replay), KvEvents("tcp://nonsense")):
-        with pytest.raises(OptionError, match=f"server.kv_events: cannot listen on {again.address} {again.replay}: "):
+    for again in (
+        KvEvents(options.address),
+        KvEvents(addresses().address, options.replay),
+        KvEvents("tcp://nonsense"),
+    ):
+        with pytest.raises(
+            OptionError,
+            match=f"server.kv_events: cannot listen on {again.address} {again.replay}: ",
+        ):
             KvPublisher(again, -1)
 
 
 @pytest.mark.parametrize("kind", [History, OverlappedHistory])
 @pytest.mark.parametrize("loses", [0.0, 0.3])
-def test_a_subscriber_knows_the_blocks_at_random_moments_of_a_long_history(kind: type[History], loses: float, options: KvEvents) -> None:
-    """With cancellations and preemptions. The engine's own lists are those that /monitor/cache shows."""
+def test_a_subscriber_knows_the_blocks_at_random_moments_of_a_long_history(
+    kind: type[History], loses: float, options: KvEvents
+) -> None:
+    """With cancellations and preemptions. The engine's own lists are those that /monitor/cache
+    shows.
+    """
     history = kind(SMALL_POOL)
     scheduler, rng, publisher = history.scheduler, random.Random(1), KvPublisher(options, -1)
     views = CacheViews(scheduler, publisher.log)
@@ -172,8 +205,16 @@ def test_a_subscriber_knows_the_blocks_at_random_moments_of_a_long_history(kind:
             if rng.random() < 0.2:
                 dump = views.answer(Look(dump=True)).dump
                 assert dump is not None and subscriber.problems(dump) == []
-                moments, num_changed, blocks = moments + 1, num_changed + (blocks != set(dump["blocks"])), set(dump["blocks"])
+                moments, num_changed, blocks = (
+                    moments + 1,
+                    num_changed + (blocks != set(dump["blocks"])),
+                    set(dump["blocks"]),
+                )
     publisher._public.close()
-    assert num_changed > MOMENTS / 2 and scheduler.num_preemptions > 20 and len(history.cancelled) > 20
+    assert (
+        num_changed > MOMENTS / 2 and scheduler.num_preemptions > 20 and len(history.cancelled) > 20
+    )
     assert min(subscriber.seen[kind] for kind in ("BlockStored", "BlockRemoved")) > MOMENTS
-    assert (subscriber.seen["gaps"] > 20) is (loses > 0) and not subscriber.seen["replays without an answer"]
+    assert (subscriber.seen["gaps"] > 20) is (loses > 0) and not subscriber.seen[
+        "replays without an answer"
+    ]

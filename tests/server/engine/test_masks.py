@@ -1,4 +1,6 @@
-"""The processes that follow constraints: over real pipes, with the embedded model's tokenizer, and through deaths of every kind."""
+"""The processes that follow constraints: over real pipes, with the embedded model's tokenizer, and
+through deaths of every kind.
+"""
 
 import os
 import resource
@@ -48,10 +50,14 @@ FORKING = 0
 @pytest.fixture
 def processes() -> Iterator[MaskProcesses]:
     global FORKING
-    control, jobs, grammars = (socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(3))
+    control, jobs, grammars = (
+        socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(3)
+    )
     theirs = control[1], jobs[1], grammars[1]
     texts = Texts(TextCodec(EMBEDDED))
-    FORKING = child_process.fork(lambda: worker_process.run(texts, *theirs), *(end.fileno() for end in theirs))
+    FORKING = child_process.fork(
+        lambda: worker_process.run(texts, *theirs), *(end.fileno() for end in theirs)
+    )
     processes = MaskProcesses(grammars[0])
     yield processes
     for pipe in processes._spares:
@@ -63,8 +69,15 @@ def processes() -> Iterator[MaskProcesses]:
         end.close()
 
 
-def begun(processes: MaskProcesses, grammar: str, output: list[int], healed: str = "", opening: Opening | None = None) -> ProcessConstraint:
-    constraint = processes.constraint(SimpleNamespace(grammar=grammar, healed=healed, opening=opening))  # type: ignore[arg-type]
+def begun(
+    processes: MaskProcesses,
+    grammar: str,
+    output: list[int],
+    healed: str = "",
+    opening: Opening | None = None,
+) -> ProcessConstraint:
+    asked: Any = SimpleNamespace(grammar=grammar, healed=healed, opening=opening)
+    constraint = processes.constraint(asked)
     assert constraint is not None
     constraint.begin(output)
     return constraint
@@ -97,7 +110,9 @@ def wait_for_end(pid: int) -> None:
     wait_until(lambda: not alive(pid), "the process has ended")
 
 
-def follow(processes: MaskProcesses, constraint: ProcessConstraint, output: list[int], number: int) -> None:
+def follow(
+    processes: MaskProcesses, constraint: ProcessConstraint, output: list[int], number: int
+) -> None:
     for _ in range(number):
         output.append(lowest(constraint.take().mask))
         constraint.advance(output[-1])
@@ -115,7 +130,11 @@ def test_a_lost_process_is_replaced_and_the_masks_are_the_same(
     for constraint, output in zip(followed, outputs, strict=True):
         follow(processes, constraint, output, 3)
     victims = followers()
-    victims = {"follower": victims[:1], "all of them": victims, "the one that forks": [grammar_process()]}[victim]
+    victims = {
+        "follower": victims[:1],
+        "all of them": victims,
+        "the one that forks": [grammar_process()],
+    }[victim]
     if when == "computing":
         for process in victims:
             kill(process, signal.SIGSTOP)
@@ -135,7 +154,9 @@ def test_a_lost_process_is_replaced_and_the_masks_are_the_same(
         assert (constraint.take().mask, constraint.take().forced) == (alone.mask, alone.forced)
 
 
-def test_a_constraint_whose_processes_are_always_lost_is_refused(processes: MaskProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_constraint_whose_processes_are_always_lost_is_refused(
+    processes: MaskProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[Any] = []
     fork = processes._fork
 
@@ -155,7 +176,9 @@ def test_a_constraint_whose_processes_are_always_lost_is_refused(processes: Mask
     settle(processes, begun(processes, WORDS, []))
 
 
-def test_a_process_that_does_not_answer_is_replaced(processes: MaskProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_does_not_answer_is_replaced(
+    processes: MaskProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
     constraint = begun(processes, WORDS, output := [])
     settle(processes, constraint)
     (process,) = followers()
@@ -169,7 +192,9 @@ def test_a_process_that_does_not_answer_is_replaced(processes: MaskProcesses, mo
     kill(process)
 
 
-def test_a_grammar_that_fails_is_refused_and_its_process_follows_another(processes: MaskProcesses) -> None:
+def test_a_grammar_that_fails_is_refused_and_its_process_follows_another(
+    processes: MaskProcesses,
+) -> None:
     failing = begun(processes, LLMatcher.grammar_from_regex(BOMBS[0]), [])
     settle(processes, failing)
     with pytest.raises(ConstraintFailed, match="too complex"):
@@ -203,11 +228,15 @@ def test_ending_an_unfinished_computation_ends_its_process(processes: MaskProces
     wait_for_end(process)
 
 
-def test_the_processes_yield_to_the_engine_and_end_with_the_one_that_forks(processes: MaskProcesses) -> None:
+def test_the_processes_yield_to_the_engine_and_end_with_the_one_that_forks(
+    processes: MaskProcesses,
+) -> None:
     constraint = begun(processes, WORDS, [])
     settle(processes, constraint)
     (process,) = followers()
-    assert os.getpriority(os.PRIO_PROCESS, process) == 19 and resource.prlimit(process, resource.RLIMIT_CORE) == (0, 0)
+    assert os.getpriority(os.PRIO_PROCESS, process) == 19 and resource.prlimit(
+        process, resource.RLIMIT_CORE
+    ) == (0, 0)
     data = int(Path(f"/proc/{process}/statm").read_text().split()[5]) * resource.getpagesize()
     assert resource.prlimit(process, resource.RLIMIT_DATA)[0] - data <= CONSTRAINT_MEMORY
     kill(grammar_process())
@@ -245,7 +274,9 @@ def test_a_message_ends_the_wait(processes: MaskProcesses) -> None:
     assert ours.recv_bytes() == b"message"
 
 
-def test_a_grammar_with_an_opening_has_no_process_before_it(processes: MaskProcesses, grammars: Grammars) -> None:
+def test_a_grammar_with_an_opening_has_no_process_before_it(
+    processes: MaskProcesses, grammars: Grammars
+) -> None:
     constraint = begun(processes, WORDS, output := list[int](), opening=Opening([7]))
     for token in (20, 21, 8):
         output.append(token)
@@ -263,7 +294,9 @@ def test_a_grammar_with_an_opening_has_no_process_before_it(processes: MaskProce
     assert again.take().mask == constraint.take().mask
 
 
-def test_an_opening_that_is_a_text_is_looked_for_after_each_token_that_may_end_it(processes: MaskProcesses, grammars: Grammars) -> None:
+def test_an_opening_that_is_a_text_is_looked_for_after_each_token_that_may_end_it(
+    processes: MaskProcesses, grammars: Grammars
+) -> None:
     spelt = grammars.tokenizer.tokenize_str("x(def)")
     opening = Opening([spelt[-1]], "(def)")
     constraint = begun(processes, WORDS, output := [spelt[-1]], opening=opening)

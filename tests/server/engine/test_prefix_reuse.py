@@ -1,4 +1,6 @@
-"""The prefix cache: which sequences share which blocks, which blocks are evicted first, and what is never shared."""
+"""The prefix cache: which sequences share which blocks, which blocks are evicted first, and what is
+never shared.
+"""
 
 import dataclasses
 
@@ -63,7 +65,11 @@ def test_whole_pages_are_found_by_their_tokens_and_all_before_them() -> None:
 def test_other_salts_find_nothing() -> None:
     cache = Cache(20)
     cache.compute(list(range(12)), "one")
-    assert (cache.found(list(range(12)), "one"), cache.found(list(range(12)), "another"), cache.found(list(range(12)))) == (3, 0, 0)
+    assert (
+        cache.found(list(range(12)), "one"),
+        cache.found(list(range(12)), "another"),
+        cache.found(list(range(12))),
+    ) == (3, 0, 0)
 
 
 def test_a_name_alone_is_not_believed() -> None:
@@ -106,13 +112,17 @@ def test_layers_with_a_window_need_only_its_pages() -> None:
     whole, windowed = cache.prefixes.prefix(blocks)
     assert DROPPED not in whole and windowed[:2] == [DROPPED] * 2 and DROPPED not in windowed[2:]
     table.release()
-    while cache.found(tokens) == 4:  # Until a page that the window needs is gone; an older one is of no use here.
+    while (
+        cache.found(tokens) == 4
+    ):  # Until a page that the window needs is gone; an older one is of no use here.
         cache.allocator.allocate(1)
     assert cache.integrity() == [] and cache.found(tokens) < 4
 
 
 def test_wrong_numbers_take_what_was_found_off_the_list_too() -> None:
-    scheduler = Scheduler(Limits(num_pages=40, layout=one_group(4), max_context=100, max_running=2, step_tokens=64))
+    scheduler = Scheduler(
+        Limits(num_pages=40, layout=one_group(4), max_context=100, max_running=2, step_tokens=64)
+    )
     core = EngineCore(scheduler, HashModel(one_group(4)))
     scheduler.submit(0, list(range(30)), 1, Sampling())
     run(scheduler, core)
@@ -131,7 +141,9 @@ def run(scheduler: Scheduler, core: EngineCore) -> None:
 
 
 def test_a_prompt_that_is_being_computed_is_waited_for_not_computed_again() -> None:
-    scheduler = Scheduler(Limits(num_pages=400, layout=one_group(16), max_context=600, max_running=8, step_tokens=64))
+    scheduler = Scheduler(
+        Limits(num_pages=400, layout=one_group(16), max_context=600, max_running=8, step_tokens=64)
+    )
     core = EngineCore(scheduler, HashModel(one_group(16)))
     for id in range(8):
         scheduler.submit(id, [*range(160), id], 5, Sampling(seed=id))
@@ -141,7 +153,9 @@ def test_a_prompt_that_is_being_computed_is_waited_for_not_computed_again() -> N
 
 @pytest.mark.parametrize("how", ["cancelled", "preempted"])
 def test_who_waits_for_one_that_leaves_computes_it(how: str) -> None:
-    scheduler = Scheduler(Limits(num_pages=400, layout=one_group(16), max_context=600, max_running=8, step_tokens=16))
+    scheduler = Scheduler(
+        Limits(num_pages=400, layout=one_group(16), max_context=600, max_running=8, step_tokens=16)
+    )
     core = EngineCore(scheduler, HashModel(one_group(16)))
     for id in range(2):
         scheduler.submit(id, [*range(160), id], 5, Sampling(seed=id))
@@ -156,7 +170,9 @@ def test_who_waits_for_one_that_leaves_computes_it(how: str) -> None:
 
 
 def test_a_sequence_that_was_preempted_finds_its_own_pages() -> None:
-    scheduler = Scheduler(Limits(num_pages=40, layout=one_group(4), max_context=100, max_running=2, step_tokens=64))
+    scheduler = Scheduler(
+        Limits(num_pages=40, layout=one_group(4), max_context=100, max_running=2, step_tokens=64)
+    )
     core = EngineCore(scheduler, HashModel(one_group(4)))
     scheduler.submit(0, list(range(30)), 8, Sampling())
     core.step()
@@ -166,7 +182,9 @@ def test_a_sequence_that_was_preempted_finds_its_own_pages() -> None:
 
 
 def test_whoever_scores_its_prompt_computes_it() -> None:
-    scheduler = Scheduler(Limits(num_pages=40, layout=one_group(4), max_context=100, max_running=2, step_tokens=64))
+    scheduler = Scheduler(
+        Limits(num_pages=40, layout=one_group(4), max_context=100, max_running=2, step_tokens=64)
+    )
     core = EngineCore(scheduler, HashModel(one_group(4)))
     for id in range(2):
         scheduler.submit(id, list(range(30)), 1, Sampling(), score_prompt=bool(id))
@@ -175,10 +193,14 @@ def test_whoever_scores_its_prompt_computes_it() -> None:
 
 
 def test_usage_says_what_was_cached_and_salts_keep_apart(embedded_server: ServerProcess) -> None:
-    prompt = "".join(f"def function_{number}(argument):\n    return {number}\n" for number in range(40))
+    prompt = "".join(
+        f"def function_{number}(argument):\n    return {number}\n" for number in range(40)
+    )
 
     def cached(**more: str) -> int:
-        status, answer = embedded_server.post("/v1/completions", {"prompt": prompt, "max_tokens": 4, "temperature": 0} | more)
+        status, answer = embedded_server.post(
+            "/v1/completions", {"prompt": prompt, "max_tokens": 4, "temperature": 0} | more
+        )
         assert status == 200
         texts.add(answer["choices"][0]["text"])
         found: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -206,4 +228,6 @@ def test_integrity_names_a_prefix_that_is_not_kept() -> None:
     cache = Cache(20)
     cache.compute([*range(8)])
     cache.allocator.forget(cache.allocator.kept.index(1))
-    assert cache.prefixes.integrity() == ["the pages in the prefix cache and those that the allocator keeps differ"]
+    assert cache.prefixes.integrity() == [
+        "the pages in the prefix cache and those that the allocator keeps differ"
+    ]

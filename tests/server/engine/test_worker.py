@@ -84,7 +84,9 @@ def test_tokens_come_in_order_with_gauges(engine: Engine) -> None:
     engine.send(submit(1, [3, 4, 5], 6))
     reports = [engine.receive() for _ in range(6)]
     tokens = [token for report in reports for token in report.tokens]
-    assert [token.token for token in tokens] == oracle([3, 4, 5], 6, 0, frozenset(), seed=1, end_rate=0.0)
+    assert [token.token for token in tokens] == oracle(
+        [3, 4, 5], 6, 0, frozenset(), seed=1, end_rate=0.0
+    )
     assert [token.index for token in tokens] == list(range(6))
     assert [token.finish for token in tokens] == [None] * 5 + ["length"]
     assert engine.started == [1]
@@ -111,7 +113,8 @@ def test_tokens_that_came_true_together_come_in_one_report() -> None:
     ours, theirs = Pipe()
     model = HashModel(one_group(4))
     scheduler = Scheduler(
-        Limits(20, one_group(4), 80, 4, 16), lambda sequence: Guesser(sequence.prompt, lambda t: next_token(t, 1, 0.0, True))
+        Limits(20, one_group(4), 80, 4, 16),
+        lambda sequence: Guesser(sequence.prompt, lambda t: next_token(t, 1, 0.0, True)),
     )
     for message in (submit(1, [3, 4, 5], 30), protocol.Shutdown()):
         ours.send_bytes(protocol.encode(message))
@@ -119,12 +122,19 @@ def test_tokens_that_came_true_together_come_in_one_report() -> None:
     worker._handle(protocol.decode_to_engine(theirs.recv_bytes()))  # type: ignore[arg-type]
     while scheduler.has_work:
         worker._send_events(worker.core.step(), 0.0)
-    reports: list[Any] = [protocol.decode_from_engine(ours.recv_bytes()) for _ in range(model.progress)]
+    reports: list[Any] = [
+        protocol.decode_from_engine(ours.recv_bytes()) for _ in range(model.progress)
+    ]
     tokens = [token for report in reports for token in report.tokens]
-    assert [token.token for token in tokens] == oracle([3, 4, 5], 30, 0, frozenset(), seed=1, end_rate=0.0)
+    assert [token.token for token in tokens] == oracle(
+        [3, 4, 5], 30, 0, frozenset(), seed=1, end_rate=0.0
+    )
     assert [token.index for token in tokens] == list(range(30)) and len(reports) < 25
     gauges = reports[-1].gauges
-    assert gauges.accepted_tokens == 30 - len(reports) and gauges.accepted_tokens < gauges.drafted_tokens
+    assert (
+        gauges.accepted_tokens == 30 - len(reports)
+        and gauges.accepted_tokens < gauges.drafted_tokens
+    )
     ours.close()
 
 
@@ -159,7 +169,9 @@ def test_who_starts_is_said_before_the_step(engine: Engine) -> None:
 def test_it_beats_whatever_it_does() -> None:
     ours, theirs = Pipe()
     model = SlowModel(one_group(4))
-    Worker(theirs, EngineCore(Scheduler(Limits(20, one_group(4), 80, 4, 16)), model), NoMasks()).start_heartbeat(0.001)
+    Worker(
+        theirs, EngineCore(Scheduler(Limits(20, one_group(4), 80, 4, 16)), model), NoMasks()
+    ).start_heartbeat(0.001)
     assert protocol.decode_from_engine(ours.recv_bytes()) == protocol.Heartbeat(0)
     model.progress = 5
     while protocol.decode_from_engine(ours.recv_bytes()) == protocol.Heartbeat(0):
@@ -184,7 +196,9 @@ class Gone(Device):
         return f"the GPU can compute no more ({error})"
 
 
-def test_an_idle_engine_whose_device_breaks_ends_and_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_idle_engine_whose_device_breaks_ends_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     ours, theirs = Pipe()
     ended: list[int] = []
     over = threading.Event()
@@ -199,7 +213,10 @@ def test_an_idle_engine_whose_device_breaks_ends_and_says_so(monkeypatch: pytest
     assert protocol.decode_from_engine(ours.recv_bytes()) == protocol.Heartbeat(0, 20)
     assert over.wait(10) and ended == [1]
     lines = [record.getMessage() for record in caplog.records]
-    assert lines == ["the engine has failed", "the GPU can compute no more (CUDA error: uncorrectable ECC error encountered)"]
+    assert lines == [
+        "the engine has failed",
+        "the GPU can compute no more (CUDA error: uncorrectable ECC error encountered)",
+    ]
     ours.close()
 
 
@@ -212,19 +229,34 @@ def test_what_never_fits_fails_alone(engine: Engine) -> None:
     assert sum(len(message.tokens) for message in seen if isinstance(message, protocol.Tokens)) == 3
 
 
-def test_loading_is_told_to_the_api_process_and_in_bytes_to_a_terminal(caplog: pytest.LogCaptureFixture) -> None:
+def test_loading_is_told_to_the_api_process_and_in_bytes_to_a_terminal(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
     ours, theirs = Pipe()
     terminal = Terminal()
     sink = logs.Sink(terminal)
     report = load_report(theirs, sink)
-    for call in (("loading weights", 0, 15_000_000), ("loading weights", 6_000_000, 15_000_000), ("measuring memory", 0, 0)):
+    for call in (
+        ("loading weights", 0, 15_000_000),
+        ("loading weights", 6_000_000, 15_000_000),
+        ("measuring memory", 0, 0),
+    ):
         report(*call)
     sink.close()
-    phases = [message.phase for message in (protocol.decode_from_engine(ours.recv_bytes()) for _ in range(3))]
+    phases = [
+        message.phase
+        for message in (protocol.decode_from_engine(ours.recv_bytes()) for _ in range(3))
+    ]
     assert phases == ["loading weights 0 %", "loading weights 40 %", "measuring memory"]
-    assert terminal.getvalue() == "\x1b[2Kloading weights: 0 of 15 MB\r\x1b[2Kloading weights: 6 of 15 MB\r\x1b[2K\r"
-    assert [record.getMessage().rpartition(" took")[0] or record.getMessage() for record in caplog.records] == [
+    assert (
+        terminal.getvalue()
+        == "\x1b[2Kloading weights: 0 of 15 MB\r\x1b[2Kloading weights: 6 of 15 MB\r\x1b[2K\r"
+    )
+    assert [
+        record.getMessage().rpartition(" took")[0] or record.getMessage()
+        for record in caplog.records
+    ] == [
         "starting",
         "loading weights, 15000000 bytes",
         "loading weights",
@@ -239,9 +271,16 @@ def test_loading_is_told_to_the_api_process_and_in_bytes_to_a_terminal(caplog: p
             "int4",
             "auto",
             False,
-            "int4 on a GPU is dequantized as it is read: steps of more than 64 tokens.*without quantization \\(an estimate",
+            "int4 on a GPU is dequantized as it is read: steps of more than 64 tokens.*without "
+            "quantization \\(an estimate",
         ),
-        ("cuda", "int8", "auto", True, "without quantization, and with engine.deterministic slower"),
+        (
+            "cuda",
+            "int8",
+            "auto",
+            True,
+            "without quantization, and with engine.deterministic slower",
+        ),
         ("cpu", "none", "fp8", False, "cache.dtype fp8 on a CPU is slow"),
         ("cuda", "none", "fp8", False, None),
         ("cpu", "int4", "auto", False, None),
@@ -249,21 +288,35 @@ def test_loading_is_told_to_the_api_process_and_in_bytes_to_a_terminal(caplog: p
     ],
 )
 def test_what_is_slow_is_said(
-    device: str, quantization: str, cache_dtype: str, deterministic: bool, said: str | None, caplog: pytest.LogCaptureFixture
+    device: str,
+    quantization: str,
+    cache_dtype: str,
+    deterministic: bool,
+    said: str | None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     sizes = 1, 16, 20, None, 320, 4, 64
-    options = EngineOptions(device, "auto", *sizes, quantization, deterministic, cache_dtype=cache_dtype)
+    options = EngineOptions(
+        device, "auto", *sizes, quantization, deterministic, cache_dtype=cache_dtype
+    )
     with caplog.at_level(logging.WARNING):
         _say_what_is_slow(protocol.Start(0, "", "", options, 1.0, "info", "text"), device)
     assert len(caplog.records) == (said is not None)
     assert said is None or re.search(said, caplog.text)
 
 
-def test_more_sequences_than_files_are_refused_with_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_sequences_than_files_are_refused_with_the_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each may need a pipe to a process that follows its constraint."""
     asked: list[int] = []
-    monkeypatch.setattr(worker, "allow_files", lambda wanted: asked.append(wanted) or min(wanted, 1024))
+    monkeypatch.setattr(
+        worker, "allow_files", lambda wanted: asked.append(wanted) or min(wanted, 1024)
+    )
     _check_files(900)
-    with pytest.raises(OptionError, match=r"engine.max_running 2000 needs 2064 open files, and this process may have 1024"):
+    with pytest.raises(
+        OptionError,
+        match=r"engine.max_running 2000 needs 2064 open files, and this process may have 1024",
+    ):
         _check_files(2000)
     assert asked == [964, 2064]

@@ -1,4 +1,6 @@
-"""Bounds on what one client may have open, waiting or use in a minute: others are admitted meanwhile, and a refusal says when to return."""
+"""Bounds on what one client may have open, waiting or use in a minute: others are admitted
+meanwhile, and a refusal says when to return.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,9 @@ from server.supervision.supervisor import State
 class Office:
     """An Admission over a supervisor that only counts, with a clock of its own."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, max_running: int = 2, **options: Any) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, max_running: int = 2, **options: Any
+    ) -> None:
         self.now = 1000.0
         monkeypatch.setattr("server.generation.admission.time.monotonic", lambda: self.now)
         monkeypatch.setattr("server.generation.admission.random.uniform", lambda low, high: low)
@@ -26,7 +30,9 @@ class Office:
         supervisor: Any = self.supervisor
         self.admission = Admission(supervisor, Metrics(), ServerSection(**options), max_running)
 
-    def enter(self, client: str, count: int = 1, num_prompt: int = 10, num_output: int = 20, **terms: Any) -> list[Choice]:
+    def enter(
+        self, client: str, count: int = 1, num_prompt: int = 10, num_output: int = 20, **terms: Any
+    ) -> list[Choice]:
         """One request. Raises as `reserve` and `check` do."""
         reservation = self.admission.reserve("", client, Terms(**terms))
         reservation.release()
@@ -62,7 +68,9 @@ class Office:
 
 
 @pytest.mark.parametrize(("max_running", "max_waiting"), [(2, 22), (64, 1024), (1, 2), (8, 16)])
-def test_one_client_cannot_hold_every_place_nor_can_several(max_running: int, max_waiting: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_client_cannot_hold_every_place_nor_can_several(
+    max_running: int, max_waiting: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     office = Office(monkeypatch, max_running, max_waiting=max_waiting)
     held = office.fill("a")
     assert max_running < held < max_running + max_waiting
@@ -81,7 +89,9 @@ def test_a_request_that_never_fits_is_told_so(monkeypatch: pytest.MonkeyPatch) -
     assert len(office.enter("a", count=21)) == 21
 
 
-def test_waiting_tokens_of_one_client_leave_room_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_tokens_of_one_client_leave_room_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     office = Office(monkeypatch, 2)
     office.admission.max_waiting_tokens = 1000
     assert len([office.enter("a", num_prompt=100) for _ in range(8)]) == 8
@@ -116,14 +126,20 @@ def test_requests_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         office.end(office.enter("a", requests_per_minute=3)[0], 5)
     refused = office.refusal("a", requests_per_minute=3)
-    assert refused.code == "rate_limit_exceeded" and refused.retry_after == 20 and "3 requests a minute" in refused.message
+    assert (
+        refused.code == "rate_limit_exceeded"
+        and refused.retry_after == 20
+        and "3 requests a minute" in refused.message
+    )
     office.now += 19.9
     assert office.refusal("a", requests_per_minute=3).retry_after == 1
     office.now += 0.2
     office.end(office.enter("a", requests_per_minute=3)[0], 5)
     assert office.refusal("a", requests_per_minute=3).retry_after == 20
     office.now += 10**6
-    assert all(office.enter("a", requests_per_minute=3) for _ in range(3)) and office.refusal("a", requests_per_minute=3)
+    assert all(office.enter("a", requests_per_minute=3) for _ in range(3)) and office.refusal(
+        "a", requests_per_minute=3
+    )
 
 
 def test_tokens_a_minute_count_those_that_were_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,11 +158,19 @@ def test_tokens_a_minute_count_those_that_were_used(monkeypatch: pytest.MonkeyPa
     office.enter("b")
 
 
-def test_tokens_a_minute_are_checked_again_when_their_number_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_a_minute_are_checked_again_when_their_number_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """However many requests of a key were admitted before the first of them was read."""
-    office, terms = Office(monkeypatch, max_running=10), Terms(tokens_per_minute=100, requests_per_minute=7)
+    office, terms = (
+        Office(monkeypatch, max_running=10),
+        Terms(tokens_per_minute=100, requests_per_minute=7),
+    )
     reserved = [office.admission.reserve("", "a", terms) for _ in range(7)]
-    assert office.refusal("a", tokens_per_minute=100, requests_per_minute=7).code == "rate_limit_exceeded"
+    assert (
+        office.refusal("a", tokens_per_minute=100, requests_per_minute=7).code
+        == "rate_limit_exceeded"
+    )
     admitted = 0
     for reservation in reserved:
         reservation.release()
@@ -196,6 +220,9 @@ def test_named_keys_have_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     office.end(first, 7)
     text = office.admission.metrics.exposition().decode()
     assert 'onehead_client_tokens_total{key="editor"} 27.0' in text
-    assert 'onehead_client_running{key="editor"} 0.0' in text and 'onehead_client_waiting{key="editor"} 1.0' in text
+    assert (
+        'onehead_client_running{key="editor"} 0.0' in text
+        and 'onehead_client_waiting{key="editor"} 1.0' in text
+    )
     assert "10.0.0.1" not in text
     assert office.admission.clients["editor"].num_open == 1

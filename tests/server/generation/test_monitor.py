@@ -1,4 +1,6 @@
-"""The monitor over a fake engine: what viewers know is what the engine has, through crashes; it asks only while there are viewers."""
+"""The monitor over a fake engine: what viewers know is what the engine has, through crashes; it
+asks only while there are viewers.
+"""
 
 import asyncio
 import itertools
@@ -30,7 +32,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def slowly(callback: Callable[[], None], turns: int = 10) -> None:
-    """Calls it after some turns of the event loop, so that much can be compared between two steps."""
+    """Calls it after some turns of the event loop, so that much can be compared between two
+    steps.
+    """
     loop = asyncio.get_running_loop()
     loop.call_soon(callback if turns == 0 else lambda: slowly(callback, turns - 1))
 
@@ -76,9 +80,13 @@ class Watching:
 
 async def ask(served: Served, number: int) -> None:
     """A request whose id says which one it is."""
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(served.app), base_url="http://test") as http:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(served.app), base_url="http://test"
+    ) as http:
         headers = {"x-request-id": f"request-{number}"}
-        response = await http.post("/v1/completions", json=BODY | {"prompt": "abc" * (1 + number % 5)}, headers=headers)
+        response = await http.post(
+            "/v1/completions", json=BODY | {"prompt": "abc" * (1 + number % 5)}, headers=headers
+        )
         assert response.status_code == 200
 
 
@@ -98,7 +106,11 @@ async def test_viewers_know_what_the_engine_has_through_crashes(tokenizer_folder
     slow.reads = True
     for watching in (steady, slow):
         await watching.compare(served.client)
-        assert watching.cache.engine == 3 and not watching.cache.sequences and watching.num_compared > 3
+        assert (
+            watching.cache.engine == 3
+            and not watching.cache.sequences
+            and watching.num_compared > 3
+        )
     assert slow.cache.num_events < steady.cache.num_events
     assert len(engine.runs) == 4
 
@@ -108,7 +120,11 @@ async def test_one_that_joins_gets_the_last_state_at_once(tokenizer_folder: Path
     first = Watching(served.client.monitor.join())
     await until(lambda: first.cache.num_events)
     joined = Watching(served.client.monitor.join())
-    assert (joined.cache.view, joined.cache.num_events, len(joined.stats)) == (first.cache.view, 1, 1)
+    assert (joined.cache.view, joined.cache.num_events, len(joined.stats)) == (
+        first.cache.view,
+        1,
+        1,
+    )
 
 
 async def test_those_who_wait_for_a_dump_get_the_same_one(tokenizer_folder: Path) -> None:
@@ -125,7 +141,11 @@ async def test_sequences_have_the_ids_of_their_requests(tokenizer_folder: Path) 
     request = asyncio.create_task(ask(served, 7))
     await until(lambda: watching.cache.sequences)
     (sequence,) = watching.cache.sequences.values()
-    assert (sequence["request"], sequence["state"], sequence["num_prompt"]) == ("request-7", "running", len("abc" * 3))
+    assert (sequence["request"], sequence["state"], sequence["num_prompt"]) == (
+        "request-7",
+        "running",
+        len("abc" * 3),
+    )
     await request
 
 
@@ -137,7 +157,9 @@ async def test_the_engine_is_asked_only_while_there_are_viewers(tokenizer_folder
     watching = Watching(served.client.monitor.join())
     await until(lambda: len(engine.looks) > 5)
     served.client.monitor.viewers.remove(watching.viewer)
-    await until(lambda: served.client.monitor._watching is None or served.client.monitor._watching.done())
+    await until(
+        lambda: served.client.monitor._watching is None or served.client.monitor._watching.done()
+    )
     asked = len(engine.looks)
     await ask(served, 1)
     assert len(engine.looks) == asked
@@ -157,7 +179,9 @@ async def test_the_engine_is_asked_again_when_it_has_answered(tokenizer_folder: 
     await until(lambda: len(engine.looks) == 2)
 
 
-async def test_a_pause_lies_between_two_looks(tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pause_lies_between_two_looks(
+    tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, pauses = FakeEngine(), list[tuple[float, int]]()
     served = await ready(engine, tokenizer_folder)
     sleep = asyncio.sleep
@@ -188,13 +212,17 @@ async def test_counts_are_made_once_a_second_and_one_that_joins_gets_the_last(
     await until(lambda: all(viewer.stats for viewer in joined))
     assert len(first.stats) == 1 and all(viewer.stats == first.stats for viewer in joined)
     served.client.monitor.viewers.clear()
-    await until(lambda: served.client.monitor._watching is None or served.client.monitor._watching.done())
+    await until(
+        lambda: served.client.monitor._watching is None or served.client.monitor._watching.done()
+    )
     late = Watching(served.client.monitor.join())
     await until(lambda: late.stats)
     assert late.stats != first.stats and len(late.stats) == 1
 
 
-async def test_counts_come_at_once_and_then_once_a_second(tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_counts_come_at_once_and_then_once_a_second(
+    tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     served = await ready(FakeEngine(), tokenizer_folder)
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -206,7 +234,11 @@ async def test_counts_come_at_once_and_then_once_a_second(tokenizer_folder: Path
     await until(lambda: len(watching.stats) == 2)
     first, second = (stats["totals"] for stats in watching.stats)
     assert (first["prompt_tokens"], first["generation_tokens"], first["requests"]) == (0, 0, {})
-    assert (second["prompt_tokens"], second["generation_tokens"], second["requests"]) == (3, 40, {"length": 1})
+    assert (second["prompt_tokens"], second["generation_tokens"], second["requests"]) == (
+        3,
+        40,
+        {"length": 1},
+    )
     assert watching.stats[1]["multi_head_ratio"] == 4 and watching.stats[1]["status"] == "ready"
     assert watching.stats[1]["page_bytes"] == READY.page_bytes > 0
     assert sum(watching.stats[1]["time_to_first_token"]["counts"]) == 1
@@ -217,10 +249,16 @@ async def test_viewers_see_how_the_engine_is_loaded(tokenizer_folder: Path) -> N
     served = serve(tokenizer_folder, FakeEngine(defer=lambda call: None))
     watching = Watching(served.client.monitor.join())
     await until(lambda: watching.stats)
-    assert watching.stats[0]["status"] == "starting" and "num_pages" not in watching.stats[0] and not watching.cache.cells
+    assert (
+        watching.stats[0]["status"] == "starting"
+        and "num_pages" not in watching.stats[0]
+        and not watching.cache.cells
+    )
 
 
-async def test_a_viewer_that_does_not_read_holds_the_last_event_of_each_kind(tokenizer_folder: Path) -> None:
+async def test_a_viewer_that_does_not_read_holds_the_last_event_of_each_kind(
+    tokenizer_folder: Path,
+) -> None:
     served = await ready(FakeEngine(defer=slowly), tokenizer_folder)
     steady, stuck = Watching(served.client.monitor.join()), Watching(served.client.monitor.join())
     await until(lambda: stuck.cache.num_events)
@@ -233,7 +271,9 @@ async def test_a_viewer_that_does_not_read_holds_the_last_event_of_each_kind(tok
     assert stuck.cache.view == steady.cache.view and stuck.cache.num_events == 2
 
 
-async def test_viewers_are_limited_in_number(tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_viewers_are_limited_in_number(
+    tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(monitor, "MAX_VIEWERS", 2)
     served = await ready(FakeEngine(), tokenizer_folder)
     first = served.client.monitor.join()

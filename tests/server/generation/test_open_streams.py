@@ -1,4 +1,6 @@
-"""OpenStreams gives arrived pieces at once and in order, then ends the request, without leaving reference cycles."""
+"""OpenStreams gives arrived pieces at once and in order, then ends the request, without leaving
+reference cycles.
+"""
 
 import asyncio
 import gc
@@ -60,7 +62,9 @@ async def start(codec: TextCodec, count: int = 1, **fields: Any) -> tuple[Hand, 
     hand = Hand()
     client = EngineClient(hand, Metrics(), ServerSection(max_waiting=0), 64)  # type: ignore[arg-type]
     requests = [Request([1, 2], protocol.Sampling(), 50, **fields) for _ in range(count)]
-    return hand, Generation(client, inline_texts(codec), ServerSection()).start(requests, client.reserve("tests"))
+    return hand, Generation(client, inline_texts(codec), ServerSection()).start(
+        requests, client.reserve("tests")
+    )
 
 
 async def test_what_has_come_is_there_at_once_and_in_order(codec: TextCodec) -> None:
@@ -70,13 +74,17 @@ async def test_what_has_come_is_there_at_once_and_in_order(codec: TextCodec) -> 
         hand.say(1, index)
         hand.say(2, index, "length" if index == 2 else None)
     taken = [piece for piece in iter(streams.take, None) if piece is not None]
-    assert [(piece.choice, piece.token) for piece in taken] == [(choice, 40 + index) for index in range(3) for choice in (0, 1)]
+    assert [(piece.choice, piece.token) for piece in taken] == [
+        (choice, 40 + index) for index in range(3) for choice in (0, 1)
+    ]
     assert taken[-1].finish == "length" and hand.cancelled == [2]
     hand.say(1, 3, "length")
     assert [piece.token async for piece in streams] == [43]
 
 
-async def test_a_failure_comes_behind_the_tokens_before_it_and_again_whenever_it_is_asked_for(codec: TextCodec) -> None:
+async def test_a_failure_comes_behind_the_tokens_before_it_and_again_whenever_it_is_asked_for(
+    codec: TextCodec,
+) -> None:
     hand, streams = await start(codec, count=2)
     hand.say(1, 0)
     hand.open[2](protocol.Failed(2, "gone", code="engine_gone"))
@@ -97,7 +105,11 @@ async def test_tokens_that_have_come_stand_before_the_end_of_the_time(codec: Tex
     hand.say(1, 0)
     await asyncio.sleep(0.03)
     hand.say(1, 1)
-    assert [(piece.token, piece.finish) async for piece in streams] == [(40, None), (41, None), (None, "timeout")]
+    assert [(piece.token, piece.finish) async for piece in streams] == [
+        (40, None),
+        (41, None),
+        (None, "timeout"),
+    ]
     hand, streams = await start(codec, timeout_s=0.01)
     with pytest.raises(QueueTimeout):
         await anext(streams)
@@ -109,7 +121,11 @@ async def test_a_choice_that_its_reader_ends_gives_nothing_more(codec: TextCodec
         hand.say(1, index)
     assert (await anext(streams)).token == 40
     streams.finish(0)
-    assert streams.take() is None and [piece async for piece in streams] == [] and hand.cancelled == [1]
+    assert (
+        streams.take() is None
+        and [piece async for piece in streams] == []
+        and hand.cancelled == [1]
+    )
 
 
 async def test_no_request_that_failed_holds_itself(codec: TextCodec) -> None:
@@ -118,7 +134,9 @@ async def test_no_request_that_failed_holds_itself(codec: TextCodec) -> None:
     try:
         for fail in (True, False):
             hand, streams = await start(codec)
-            hand.open[1](protocol.Failed(1, "gone") if fail else protocol.Token(1, 0, 40, -0.5, "length"))
+            hand.open[1](
+                protocol.Failed(1, "gone") if fail else protocol.Token(1, 0, 40, -0.5, "length")
+            )
             with pytest.raises(GenerationFailed if fail else StopAsyncIteration):
                 while True:
                     await anext(streams)
@@ -156,17 +174,34 @@ async def test_a_backlog_is_written_in_bounded_parts_and_others_get_their_turn()
         await asyncio.Event().wait()
 
     task = asyncio.create_task(other())
-    scope = {"type": "http", "asgi": {"spec_version": "2.4"}, "method": "POST", "path": "/", "headers": []}
+    scope = {
+        "type": "http",
+        "asgi": {"spec_version": "2.4"},
+        "method": "POST",
+        "path": "/",
+        "headers": [],
+    }
     await sse.EventResponse(Backlog(), lambda: None, {}, 15.0)(scope, never, send)
     task.cancel()
-    assert sum(sent) == 20 * sse.MAX_EVENTS_PER_WRITE * len(event) and max(sent) <= sse.MAX_EVENTS_PER_WRITE * len(event) and turns >= 20
+    assert (
+        sum(sent) == 20 * sse.MAX_EVENTS_PER_WRITE * len(event)
+        and max(sent) <= sse.MAX_EVENTS_PER_WRITE * len(event)
+        and turns >= 20
+    )
 
 
 @pytest.mark.parametrize("path", ["/live", "/generate"])
 async def test_no_request_holds_its_own_way_to_the_socket(tmp_path: Path, path: str) -> None:
     make_tokenizer().save(str(tmp_path / "tokenizer.json"))
     served = serve(tmp_path)
-    scope: dict[str, Any] = {"type": "http", "method": "GET", "path": path, "headers": [], "query_string": b"", "asgi": {}}
+    scope: dict[str, Any] = {
+        "type": "http",
+        "method": "GET",
+        "path": path,
+        "headers": [],
+        "query_string": b"",
+        "asgi": {},
+    }
     sent: list[Any] = []
 
     async def send(message: Any) -> None:

@@ -1,4 +1,6 @@
-"""The price of a request: what it sends and holds grows with its sequences, and bounds name what makes it."""
+"""The price of a request: what it sends and holds grows with its sequences, and bounds name what
+makes it.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -10,10 +12,20 @@ from server.errors import InvalidRequest
 from server.generation.price import MAX_LOGPROBS, MAX_SENT_IDS, MAX_TOP, Price, price
 from server.protocol import Sampling, Submit
 
-SUBMIT = Submit(id=0, prompt=[1] * 10, output=[], max_new_tokens=5, min_new_tokens=0, stop_token_ids=[1, 2], sampling=Sampling())
+SUBMIT = Submit(
+    id=0,
+    prompt=[1] * 10,
+    output=[],
+    max_new_tokens=5,
+    min_new_tokens=0,
+    stop_token_ids=[1, 2],
+    sampling=Sampling(),
+)
 
 
-def of(count: int = 1, capacity: int = 100, sampling: Sampling | None = None, **changes: Any) -> Price:
+def of(
+    count: int = 1, capacity: int = 100, sampling: Sampling | None = None, **changes: Any
+) -> Price:
     submit = msgspec.structs.replace(SUBMIT, sampling=sampling or Sampling(), **changes)
     return price([submit] * count, capacity)
 
@@ -39,7 +51,9 @@ def test_only_sequences_that_score_the_prompt_count_it() -> None:
 
 def test_bounds_say_what_makes_the_price_and_the_bound() -> None:
     words = replace(Sampling(), bad_words=[[1] * 256] * 256)
-    with pytest.raises(InvalidRequest, match=rf"`bad_words`.* {64 * (12 + 2**16)} ids.* {MAX_SENT_IDS} ") as raised:
+    with pytest.raises(
+        InvalidRequest, match=rf"`bad_words`.* {64 * (12 + 2**16)} ids.* {MAX_SENT_IDS} "
+    ) as raised:
         of(64, sampling=words)
     assert raised.value.param == "n"
     with pytest.raises(InvalidRequest, match=rf"`prompt_logprobs`.* {MAX_LOGPROBS} ") as raised:
@@ -49,6 +63,15 @@ def test_bounds_say_what_makes_the_price_and_the_bound() -> None:
 
 def test_one_sequence_over_the_whole_context_may_have_all_its_logprobs() -> None:
     capacity = MAX_LOGPROBS
-    assert of(capacity=capacity, prompt=[1], max_new_tokens=capacity - 1, score_prompt=True, num_top=MAX_TOP).logprobs > MAX_LOGPROBS
+    assert (
+        of(
+            capacity=capacity,
+            prompt=[1],
+            max_new_tokens=capacity - 1,
+            score_prompt=True,
+            num_top=MAX_TOP,
+        ).logprobs
+        > MAX_LOGPROBS
+    )
     with pytest.raises(InvalidRequest):
         of(2, capacity=capacity, prompt=[1], max_new_tokens=capacity - 1, num_top=MAX_TOP)

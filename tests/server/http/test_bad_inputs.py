@@ -1,7 +1,8 @@
-"""Bad input on TGI's routes is refused in TGI's form, quickly, and before the engine gets a request.
+"""Bad input on TGI's routes is refused in TGI's form, quickly, and before the engine gets a
+request.
 
-The application is the one that `onehead serve` runs; only the engine's process is replaced. Every token of the test tokenizer is one
-byte, so lengths of prompts can be read off.
+The application is the one that `onehead serve` runs; only the engine's process is replaced. Every
+token of the test tokenizer is one byte, so lengths of prompts can be read off.
 """
 
 import asyncio
@@ -28,7 +29,9 @@ PREFIX = "Input validation error: "
 CANARY = {"inputs": "def f(", "parameters": {"max_new_tokens": 8, "seed": 3, "do_sample": True}}
 
 
-async def start(tokenizer_folder: Path, engine: FakeEngine | None = None, section: ServerSection | None = None) -> Served:
+async def start(
+    tokenizer_folder: Path, engine: FakeEngine | None = None, section: ServerSection | None = None
+) -> Served:
     """The application over a ready engine."""
     served = serve(tokenizer_folder, engine, section)
     while not served.client.admission.accepting:
@@ -41,21 +44,29 @@ async def served(tokenizer_folder: Path) -> Served:
     return await start(tokenizer_folder)
 
 
-async def send(served: Served, body: Any, path: str = "/generate", headers: Any = JSON, method: str = "POST") -> httpx.Response:
+async def send(
+    served: Served, body: Any, path: str = "/generate", headers: Any = JSON, method: str = "POST"
+) -> httpx.Response:
     """`body` as it is where it is bytes (or an iterator of them), as JSON otherwise."""
     transport = httpx.ASGITransport(served.app, raise_app_exceptions=False)
     content = json.dumps(body).encode() if isinstance(body, dict) else body
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", trust_env=False) as client:
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://test", trust_env=False
+    ) as client:
         return await client.request(method, path, content=content, headers=headers)
 
 
 def assert_refused(response: httpx.Response, status: int, *words: str) -> None:
-    """The dialect's error body, with all of `words`, without the client's text, short and safe to log."""
+    """The dialect's error body, with all of `words`, without the client's text, short and safe to
+    log.
+    """
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     assert response.headers["x-request-id"]
     body = response.json()
-    assert body == {"error": body["error"]} | ({} if status in (404, 405) else {"error_type": "validation"})
+    assert body == {"error": body["error"]} | (
+        {} if status in (404, 405) else {"error_type": "validation"}
+    )
     message = body["error"]
     assert message.isascii() and message.isprintable() and len(message) < 250
     assert SECRET not in message
@@ -106,23 +117,55 @@ MALFORMED = [
     Case("a number", b"3", 400, ("must be a JSON object",)),
     Case("null", b"null", 400, ("must be a JSON object",)),
     Case("NaN", prompt_and(',"parameters":{"temperature":NaN}}'), 400, ("NaN", "finite")),
-    Case("Infinity", prompt_and(',"parameters":{"temperature":Infinity}}'), 400, ("Infinity", "finite")),
-    Case("-Infinity", prompt_and(',"parameters":{"temperature":-Infinity}}'), 400, ("-Infinity", "finite")),
+    Case(
+        "Infinity",
+        prompt_and(',"parameters":{"temperature":Infinity}}'),
+        400,
+        ("Infinity", "finite"),
+    ),
+    Case(
+        "-Infinity",
+        prompt_and(',"parameters":{"temperature":-Infinity}}'),
+        400,
+        ("-Infinity", "finite"),
+    ),
     Case("1e999", prompt_and(',"parameters":{"temperature":1e999}}'), 400, ("finite", "1.8e308")),
     Case("-1e999 in an unknown field", prompt_and(',"x":-1e999}'), 400, ("finite", "1.8e308")),
     Case("400 digits and a point", prompt_and(f',"x":{"9" * 400}.0}}'), 400, ("finite", "1.8e308")),
     Case("NaN in logit_bias", prompt_and(',"parameters":{"logit_bias":{"1":NaN}}}'), 400, ("NaN",)),
-    Case("an integer of 5000 digits", prompt_and(f',"parameters":{{"seed":1{"0" * 5000}}}}}'), 400, ("number", "too long")),
+    Case(
+        "an integer of 5000 digits",
+        prompt_and(f',"parameters":{{"seed":1{"0" * 5000}}}}}'),
+        400,
+        ("number", "too long"),
+    ),
     Case("a key twice", prompt_and(f',"inputs":"{SECRET}"}}'), 400, ("`inputs`", "twice")),
-    Case("a key twice, spelt differently", prompt_and(',"\\u0069nputs":"b"}'), 400, ("`inputs`", "twice")),
-    Case("a key twice, below", prompt_and(',"parameters":{"seed":1,"seed":2}}'), 400, ("`seed`", "twice")),
-    Case("arrays too deep", prompt_and(f',"x":{"[" * DEEP}{"]" * DEEP}}}'), 400, ("deeper than 64",)),
+    Case(
+        "a key twice, spelt differently",
+        prompt_and(',"\\u0069nputs":"b"}'),
+        400,
+        ("`inputs`", "twice"),
+    ),
+    Case(
+        "a key twice, below",
+        prompt_and(',"parameters":{"seed":1,"seed":2}}'),
+        400,
+        ("`seed`", "twice"),
+    ),
+    Case(
+        "arrays too deep", prompt_and(f',"x":{"[" * DEEP}{"]" * DEEP}}}'), 400, ("deeper than 64",)
+    ),
     Case("arrays never closed", b"[" * DEEP, 400, ("deeper than 64",)),
     Case("objects too deep", b'{"a":' * DEEP, 400, ("deeper than 64",)),
     Case("65 deep", prompt_and(f',"x":{"[" * 64}{"]" * 64}}}'), 400, ("deeper than 64",)),
     Case("too many arrays", prompt_and(f',"x":[{"[]," * 20_000}[]]}}'), 400, ("16384",)),
     Case("too many keys", {f"k{i}": i for i in range(DEEP)}, 400, (str(DEEP), "2048")),
-    Case("too many keys below", with_parameter("logit_bias", {str(i): 1 for i in range(DEEP)}), 400, (str(DEEP), "2048")),
+    Case(
+        "too many keys below",
+        with_parameter("logit_bias", {str(i): 1 for i in range(DEEP)}),
+        400,
+        (str(DEEP), "2048"),
+    ),
     Case("a comment", prompt_and("/* no */}"), 400, ("not JSON",)),
     Case("single quotes", b"{'inputs':'a'}", 400, ("not JSON",)),
     Case("a trailing comma", prompt_and(",}"), 400, ("not JSON",)),
@@ -135,14 +178,26 @@ MALFORMED = [
     Case("a surrogate in UTF-8", b'{"inputs":"\xed\xa0\x80"}', 400, ("not UTF-8",)),
     Case("a lone surrogate", b'{"inputs":"\\ud800"}', 400, ("`inputs`", "surrogate")),
     Case("a reversed pair", b'{"inputs":"\\udc00\\ud800"}', 400, ("`inputs`", "surrogate")),
-    Case("a lone surrogate in a key", prompt_and(',"a\\uDFFF":1}'), 400, ("`a\\udfff`", "surrogate")),
-    Case("a lone surrogate in a stop string", prompt_and(',"parameters":{"stop":["a","\\ud800"]}}'), 400, ("`parameters.stop.1`",)),
+    Case(
+        "a lone surrogate in a key", prompt_and(',"a\\uDFFF":1}'), 400, ("`a\\udfff`", "surrogate")
+    ),
+    Case(
+        "a lone surrogate in a stop string",
+        prompt_and(',"parameters":{"stop":["a","\\ud800"]}}'),
+        400,
+        ("`parameters.stop.1`",),
+    ),
     Case("a raw control character", b'{"inputs":"a\x01"}', 400, ("not JSON",)),
 ]
 
 INPUTS = [
     Case("missing", {}, 422, ("`inputs`", "required")),
-    Case("missing beside parameters", {"parameters": {"max_new_tokens": 4}}, 422, ("`inputs`", "required")),
+    Case(
+        "missing beside parameters",
+        {"parameters": {"max_new_tokens": 4}},
+        422,
+        ("`inputs`", "required"),
+    ),
     Case("empty", {"inputs": ""}, 422, ("`inputs`", "empty")),
     Case("null", {"inputs": None}, 422, ("`inputs`", "required")),
     Case("a number", {"inputs": 3}, 422, ("`inputs`", "string")),
@@ -152,21 +207,57 @@ INPUTS = [
     Case("parameters a list", prompt_and(',"parameters":[]}'), 422, ("`parameters`", "object")),
     Case("stream a string", prompt_and(',"stream":"true"}'), 422, ("`stream`", "boolean")),
     Case("stream a number", prompt_and(',"stream":1}'), 422, ("`stream`", "boolean")),
-    Case("a misspelt key that forges a log line", prompt_and(',"strea\\n\\u202e":1}'), 422, ("`strea\\n\\u202e`",)),
-    Case("400 digits for a float", prompt_and(f',"parameters":{{"temperature":1{"0" * 400}}}}}'), 422, ("`parameters.temperature`",)),
-    Case("400 digits for an integer", prompt_and(f',"parameters":{{"max_new_tokens":1{"0" * 400}}}}}'), 422, ("2147483648",)),
+    Case(
+        "a misspelt key that forges a log line",
+        prompt_and(',"strea\\n\\u202e":1}'),
+        422,
+        ("`strea\\n\\u202e`",),
+    ),
+    Case(
+        "400 digits for a float",
+        prompt_and(f',"parameters":{{"temperature":1{"0" * 400}}}}}'),
+        422,
+        ("`parameters.temperature`",),
+    ),
+    Case(
+        "400 digits for an integer",
+        prompt_and(f',"parameters":{{"max_new_tokens":1{"0" * 400}}}}}'),
+        422,
+        ("2147483648",),
+    ),
 ]
 
 # name -> [(values, words beside the name)]; the values are all refused.
 BAD_PARAMETERS: dict[str, list[tuple[list[Any], tuple[str, ...]]]] = {
-    "max_new_tokens": [([0, -1], (">= 1",)), ([1.5, "5", True, [], {}], ("integer",)), ([2**31, 2**63, 10**300], ("< 2147483648",))],
-    "min_tokens": [([-1], (">= 0",)), ([5], ("<= `max_new_tokens` 4", "Given: 5")), ([True, "1"], ("integer",))],
-    "temperature": [([-1, 0, -0.0], ("> 0",)), ([2.0001, 1e308], ("<= 2",)), (["1", [], {}, True], ("number",))],
+    "max_new_tokens": [
+        ([0, -1], (">= 1",)),
+        ([1.5, "5", True, [], {}], ("integer",)),
+        ([2**31, 2**63, 10**300], ("< 2147483648",)),
+    ],
+    "min_tokens": [
+        ([-1], (">= 0",)),
+        ([5], ("<= `max_new_tokens` 4", "Given: 5")),
+        ([True, "1"], ("integer",)),
+    ],
+    "temperature": [
+        ([-1, 0, -0.0], ("> 0",)),
+        ([2.0001, 1e308], ("<= 2",)),
+        (["1", [], {}, True], ("number",)),
+    ],
     "top_p": [([0, -0.1], ("> 0",)), ([1.0001], ("<= 1",)), (["x", True], ("number",))],
-    "top_k": [([-2], (">= -1",)), ([1.5, True, "1"], ("integer",)), ([258], ("257", "Given: 258")), ([2**31], ("< 2147483648",))],
+    "top_k": [
+        ([-2], (">= -1",)),
+        ([1.5, True, "1"], ("integer",)),
+        ([258], ("257", "Given: 258")),
+        ([2**31], ("< 2147483648",)),
+    ],
     "min_p": [([-0.1], (">= 0",)), ([1.1], ("<= 1",)), (["0"], ("number",))],
     "typical_p": [([0, -0.5], ("> 0",)), ([1.5], ("<= 1",)), ([True], ("number",))],
-    "frequency_penalty": [([-2.0001], (">= -2",)), ([2.0001, 1e300], ("<= 2",)), ([False], ("number",))],
+    "frequency_penalty": [
+        ([-2.0001], (">= -2",)),
+        ([2.0001, 1e300], ("<= 2",)),
+        ([False], ("number",)),
+    ],
     "presence_penalty": [([-2.0001], (">= -2",)), ([2.0001], ("<= 2",))],
     "repetition_penalty": [([0, -1, 1e-45, 0.0099], (">= 0.01",)), ([10.001, 1e308], ("<= 10",))],
     "seed": [([-2], (">= -1",)), ([2**63, 2**64], (str(2**63),)), ([1.5, "x", True], ("integer",))],
@@ -185,7 +276,19 @@ BAD_PARAMETERS: dict[str, list[tuple[list[Any], tuple[str, ...]]]] = {
         ([[1] * 129, list(range(10**5))], ("128",)),
     ],
     "logit_bias": [
-        ([{"x": 1}, {"-1": 1}, {"1e3": 1}, {" 1": 1}, {"01": 1}, {"\u0663": 1}, {"": 1}, {"9" * 10: 1}], ("digits",)),
+        (
+            [
+                {"x": 1},
+                {"-1": 1},
+                {"1e3": 1},
+                {" 1": 1},
+                {"01": 1},
+                {"\u0663": 1},
+                {"": 1},
+                {"9" * 10: 1},
+            ],
+            ("digits",),
+        ),
         ([{"257": 1}, {"1": 1, "999999999": 1}], ("257",)),
         ([{"1": 101}, {"1": 1e300}], ("<= 100",)),
         ([{"1": -101}], (">= -100",)),
@@ -198,21 +301,50 @@ BAD_PARAMETERS: dict[str, list[tuple[list[Any], tuple[str, ...]]]] = {
     "ignore_eos": [([0], ("boolean",))],
     "details": [(["yes"], ("boolean",))],
     "return_full_text": [([1], ("boolean",))],
-    "best_of": [([2], ("sampling",)), ([129, 10**9], ("<= 128",)), ([0], (">= 1",)), ([True], ("integer",))],
+    "best_of": [
+        ([2], ("sampling",)),
+        ([129, 10**9], ("<= 128",)),
+        ([0], (">= 1",)),
+        ([True], ("integer",)),
+    ],
     "top_n_tokens": [([6], ("<= 5",)), ([-1], (">= 0",)), ([True], ("integer",))],
     "watermark": [([True, "false"], ("supported only as false",))],
     "decoder_input_details": [([1, "true"], ("boolean",))],
-    "allowed_token_ids": [([[257]], ("257",)), ([[-1]], (">= 0",)), ([[]], ("cannot be empty",)), ([[True], ["1"]], ("integer",))],
+    "allowed_token_ids": [
+        ([[257]], ("257",)),
+        ([[-1]], (">= 0",)),
+        ([[]], ("cannot be empty",)),
+        ([[True], ["1"]], ("integer",)),
+    ],
     "token_healing": [([1], ("boolean",))],
     "grammar": [
         (["", [], 1], ("object",)),
-        ([{"type": "yaml"}, {"type": "regex"}, {"type": "json_schema", "value": {}}], ("parameters.grammar",)),
+        (
+            [{"type": "yaml"}, {"type": "regex"}, {"type": "json_schema", "value": {}}],
+            ("parameters.grammar",),
+        ),
         ([{"type": "json", "value": {"$ref": "http://127.0.0.1/"}}], ("nothing is fetched",)),
-        ([{"type": "regex", "value": r"(a)\1"}, {"type": "regex", "value": "(?<=a)b"}], ("not a regular expression",)),
+        (
+            [{"type": "regex", "value": r"(a)\1"}, {"type": "regex", "value": "(?<=a)b"}],
+            ("not a regular expression",),
+        ),
         ([{"type": "regex", "value": "(?:a{1,1000}){1000}"}], ("too complex",)),
-        ([{"type": "json", "value": {"enum": ["x" * 100] * 10_000}}], ("longer than 65536 characters",)),
-        ([{"type": "json", "value": {"type": "string", "not": {}}}], ("at #/not: it cannot be followed",)),
-        ([{"type": "json", "value": "{"}, {"type": "json", "value": []}, {"type": "json", "value": 1}], ("JSON",)),
+        (
+            [{"type": "json", "value": {"enum": ["x" * 100] * 10_000}}],
+            ("longer than 65536 characters",),
+        ),
+        (
+            [{"type": "json", "value": {"type": "string", "not": {}}}],
+            ("at #/not: it cannot be followed",),
+        ),
+        (
+            [
+                {"type": "json", "value": "{"},
+                {"type": "json", "value": []},
+                {"type": "json", "value": 1},
+            ],
+            ("JSON",),
+        ),
     ],
     "adapter_id": [(["../../etc/passwd"], ("not supported: there are no adapters",))],
     "temprature": [([1.0, False], ("not a known field", "did you mean `temperature`?"))],
@@ -243,7 +375,9 @@ UNSUPPORTED = [
 ]
 
 
-@pytest.mark.parametrize("case", [*MALFORMED, *INPUTS, *PARAMETERS, *UNSUPPORTED], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [*MALFORMED, *INPUTS, *PARAMETERS, *UNSUPPORTED], ids=lambda case: case.name
+)
 async def test_bad_body(served: Served, case: Case) -> None:
     assert_refused(await send(served, case.body), case.status, *case.words)
     assert served.engine.submits == [] and served.supervisor.open == {}
@@ -251,10 +385,18 @@ async def test_bad_body(served: Served, case: Case) -> None:
 
 @pytest.mark.parametrize("path", ["/generate_stream", "/"])
 @pytest.mark.parametrize("stream", [None, True])
-@pytest.mark.parametrize("case", [*MALFORMED[:4], *INPUTS[:3], *PARAMETERS[::20]], ids=lambda case: case.name)
-async def test_bad_body_elsewhere(served: Served, case: Case, path: str, stream: bool | None) -> None:
+@pytest.mark.parametrize(
+    "case", [*MALFORMED[:4], *INPUTS[:3], *PARAMETERS[::20]], ids=lambda case: case.name
+)
+async def test_bad_body_elsewhere(
+    served: Served, case: Case, path: str, stream: bool | None
+) -> None:
     """Other routes, and streams: a failure before the first byte is sent has an error status."""
-    body = case.body if isinstance(case.body, bytes) or stream is None else case.body | {"stream": stream}
+    body = (
+        case.body
+        if isinstance(case.body, bytes) or stream is None
+        else case.body | {"stream": stream}
+    )
     assert_refused(await send(served, body, path), case.status, *case.words)
     assert served.engine.submits == []
 
@@ -278,13 +420,20 @@ GOOD_PARAMETERS: dict[str, list[Any]] = {
     "best_of": [1],
     "top_n_tokens": [0, 5],
     "decoder_input_details": [False, True],
-    "grammar": [None, {"type": "text"}, {"type": "json", "value": {"type": "object", "properties": {"a": {"type": "integer"}}}}],
+    "grammar": [
+        None,
+        {"type": "text"},
+        {"type": "json", "value": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+    ],
     "allowed_token_ids": [None, [0], [256]],
     "token_healing": [None, False],
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in GOOD_PARAMETERS.items() for value in values])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, value) for name, values in GOOD_PARAMETERS.items() for value in values],
+)
 async def test_good_parameter(served: Served, name: str, value: Any) -> None:
     """The bounds are where the refusals say they are."""
     response = await send(served, with_parameter(name, value))
@@ -299,7 +448,12 @@ async def test_good_parameter(served: Served, name: str, value: Any) -> None:
         (32, 64, {}, ("`inputs`", "less than 64 tokens", "Given: 64")),
         (32, 64, {"max_new_tokens": 1}, ("`inputs`", "less than 64 tokens", "Given: 64")),
         (32, 63, {"max_new_tokens": 1}, ()),
-        (32, 63, {"max_new_tokens": 2}, ("`max_new_tokens`", "<= 64", "context", "63 `inputs` tokens and 2 `max_new_tokens`")),
+        (
+            32,
+            63,
+            {"max_new_tokens": 2},
+            ("`max_new_tokens`", "<= 64", "context", "63 `inputs` tokens and 2 `max_new_tokens`"),
+        ),
         (32, 60, {"min_tokens": 5}, ("`min_tokens`", "4", "Given: 5")),
         (32, 10**5, {}, ("`inputs`", "less than 64 tokens", "Given: 100000")),
         (32, 10**5, {"truncate": 10}, ()),
@@ -307,13 +461,26 @@ async def test_good_parameter(served: Served, name: str, value: Any) -> None:
         (4, 31, {}, ()),
         (4, 32, {}, ("`inputs`", "less than 32 tokens", "Given: 32")),
         (4, 32, {"max_new_tokens": 1}, ("`inputs`", "less than 32 tokens", "Given: 32")),
-        (4, 31, {"max_new_tokens": 2}, ("`max_new_tokens`", "<= 32", "4 pages", "31 `inputs` tokens and 2 `max_new_tokens`")),
+        (
+            4,
+            31,
+            {"max_new_tokens": 2},
+            ("`max_new_tokens`", "<= 32", "4 pages", "31 `inputs` tokens and 2 `max_new_tokens`"),
+        ),
     ],
 )
 async def test_prompt_too_long(
-    tokenizer_folder: Path, num_pages: int, length: int, parameters: dict[str, Any], words: tuple[str, ...]
+    tokenizer_folder: Path,
+    num_pages: int,
+    length: int,
+    parameters: dict[str, Any],
+    words: tuple[str, ...],
 ) -> None:
-    engine = FakeEngine(msgspec.structs.replace(READY, num_pages=num_pages, capacity=min(64, num_pages * READY.page_size)))
+    engine = FakeEngine(
+        msgspec.structs.replace(
+            READY, num_pages=num_pages, capacity=min(64, num_pages * READY.page_size)
+        )
+    )
     served = await start(tokenizer_folder, engine)
     response = await send(served, {"inputs": "a" * length, "parameters": parameters})
     if words:
@@ -339,7 +506,14 @@ async def test_prompt_too_long(
         ([("content-type", "application/json"), ("content-type", "text/plain")], 415),
         (JSON | {"content-encoding": "gzip"}, 415),
         (JSON | {"content-encoding": "br"}, 415),
-        ([("content-type", "application/json"), ("content-encoding", "identity"), ("content-encoding", "gzip")], 415),
+        (
+            [
+                ("content-type", "application/json"),
+                ("content-encoding", "identity"),
+                ("content-encoding", "gzip"),
+            ],
+            415,
+        ),
         ({"content-type": "Application/JSON ; x=y"}, 200),
         ({"content-type": 'application/json;charset="UTF-8"'}, 200),
         (JSON | {"content-encoding": "identity"}, 200),
@@ -376,12 +550,18 @@ async def test_no_such_route(served: Served, method: str, path: str, status: int
     assert not any(name.startswith("access-control") for name in response.headers)
 
 
-@pytest.mark.parametrize("given_id", ["a" * 65, "a" * 10**4, "a b", "a\x1b[31m", "\u00e9", "", "-_-"])
-async def test_a_request_id_that_is_no_plain_word_is_replaced(served: Served, given_id: str) -> None:
+@pytest.mark.parametrize(
+    "given_id", ["a" * 65, "a" * 10**4, "a b", "a\x1b[31m", "\u00e9", "", "-_-"]
+)
+async def test_a_request_id_that_is_no_plain_word_is_replaced(
+    served: Served, given_id: str
+) -> None:
     response = await send(served, b"", headers=[*JSON.items(), ("x-request-id", given_id.encode())])
     assert_refused(response, 400)
     assert response.headers.get_list("x-request-id") != [given_id]
-    assert (await send(served, b"", headers=JSON | {"x-request-id": "Good_id-1"})).headers["x-request-id"] == "Good_id-1"
+    assert (await send(served, b"", headers=JSON | {"x-request-id": "Good_id-1"})).headers[
+        "x-request-id"
+    ] == "Good_id-1"
 
 
 async def test_body_size(tokenizer_folder: Path) -> None:
@@ -408,23 +588,35 @@ SLOW = [
     Case("shallow arrays", b'{"inputs":[' + b"[]," * 650_000 + b"[]]}", 400),
     Case("keys", {f"k{i}": i for i in range(DEEP)}, 400),
     Case("keys below", {"inputs": "a", "parameters": {f"k{i}": i for i in range(DEEP)}}, 400),
-    Case("a late double", b"{" + b"".join(b'"%d":1,' % i for i in range(DEEP)) + b'"99999":1}', 400),
+    Case(
+        "a late double", b"{" + b"".join(b'"%d":1,' % i for i in range(DEEP)) + b'"99999":1}', 400
+    ),
     Case("double after double", b"{" + b'"a":1,' * DEEP + b'"a":1}', 400),
     Case("a long key", {"k" * 10**6: 1}, 422),
     Case("long keys", {f"{i:064}"[::-1] + "k" * 900: 1 for i in range(2000)}, 422),
     Case("keys nearly known", {f"parameter{i:03}": 1 for i in range(2000)}, 422),
-    Case("unknown keys in many objects", {"parameters": [{f"k{i}": 1 for i in range(2000)}] * 40}, 422),
+    Case(
+        "unknown keys in many objects",
+        {"parameters": [{f"k{i}": 1 for i in range(2000)}] * 40},
+        422,
+    ),
     Case("stop strings", {"inputs": "a", "parameters": {"stop": ["a"] * 200_000}}, 422),
     Case("bad stop strings", {"inputs": "a", "parameters": {"stop": [1] * 200_000}}, 422),
     Case("bad ids", {"inputs": "a", "parameters": {"stop_token_ids": ["a"] * 200_000}}, 422),
-    Case("biases", {"inputs": "a", "parameters": {"logit_bias": {str(i): "x" for i in range(DEEP)}}}, 400),
+    Case(
+        "biases",
+        {"inputs": "a", "parameters": {"logit_bias": {str(i): "x" for i in range(DEEP)}}},
+        400,
+    ),
     Case("quotes never closed", b"{" * 65 + b'"' + b'\\"' * 900_000, 400),
 ]
 
 
 @pytest.mark.parametrize("case", SLOW, ids=lambda case: case.name)
 async def test_refusing_is_quick(served: Served, case: Case) -> None:
-    """Parsing a body blocks the event loop, so its processor time is bounded. Best of three, because the machine may be busy."""
+    """Parsing a body blocks the event loop, so its processor time is bounded. Best of three,
+    because the machine may be busy.
+    """
     body = case.body if isinstance(case.body, bytes) else json.dumps(case.body).encode()
     assert len(body) < 2 * 2**20
     seconds = []
@@ -453,11 +645,16 @@ async def test_refusing_is_quick(served: Served, case: Case) -> None:
 )
 async def test_odd_text_is_text(served: Served, text: str) -> None:
     """Unusual but valid prompts come back unchanged: POST / repeats the prompt."""
-    for body in (json.dumps({"inputs": text}).encode(), json.dumps({"inputs": text}, ensure_ascii=False).encode()):
+    for body in (
+        json.dumps({"inputs": text}).encode(),
+        json.dumps({"inputs": text}, ensure_ascii=False).encode(),
+    ):
         response = await send(served, body, "/")
         assert response.status_code == 200, response.text
         answer = served.engine.answer(served.engine.submits[-1])
-        assert response.json() == [{"generated_text": text + served.generation.codec.decode(answer)}]
+        assert response.json() == [
+            {"generated_text": text + served.generation.codec.decode(answer)}
+        ]
 
 
 any_json = st.recursive(
@@ -467,17 +664,33 @@ any_json = st.recursive(
     | st.floats()
     | st.text(st.characters(), max_size=6)
     | st.sampled_from([2**31, 2**63, 10**400]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
     max_leaves=6,
 )
-good_fields = st.sampled_from([(name, value) for name, values in GOOD_PARAMETERS.items() for value in values])
-bad_fields = st.sampled_from([(name, value) for name, rules in BAD_PARAMETERS.items() for values, _ in rules for value in values])
-odd_fields = st.tuples(st.sampled_from(sorted(GOOD_PARAMETERS)) | st.text(max_size=3), any_json)
-parameters = st.lists(good_fields, max_size=5).map(dict) | st.lists(good_fields | bad_fields | odd_fields, max_size=4).map(dict)
-good_document = st.fixed_dictionaries(
-    {"inputs": st.text(min_size=1, max_size=9)}, optional={"parameters": parameters, "stream": st.booleans()}
+good_fields = st.sampled_from(
+    [(name, value) for name, values in GOOD_PARAMETERS.items() for value in values]
 )
-document = good_document | st.dictionaries(st.sampled_from(["inputs", "parameters", "stream", "x"]), parameters | any_json, max_size=4)
+bad_fields = st.sampled_from(
+    [
+        (name, value)
+        for name, rules in BAD_PARAMETERS.items()
+        for values, _ in rules
+        for value in values
+    ]
+)
+odd_fields = st.tuples(st.sampled_from(sorted(GOOD_PARAMETERS)) | st.text(max_size=3), any_json)
+parameters = st.lists(good_fields, max_size=5).map(dict) | st.lists(
+    good_fields | bad_fields | odd_fields, max_size=4
+).map(dict)
+good_document = st.fixed_dictionaries(
+    {"inputs": st.text(min_size=1, max_size=9)},
+    optional={"parameters": parameters, "stream": st.booleans()},
+)
+document = good_document | st.dictionaries(
+    st.sampled_from(["inputs", "parameters", "stream", "x"]), parameters | any_json, max_size=4
+)
 as_bytes = st.builds(
     lambda value, ascii: json.dumps(value, ensure_ascii=ascii).encode("utf-8", "surrogatepass"),
     document | any_json,
@@ -488,24 +701,37 @@ bodies = st.one_of(
     as_bytes,
     st.binary(max_size=60),
     st.builds(lambda body, cut: body[: cut % (len(body) + 1)], as_bytes, st.integers(0, 500)),
-    st.builds(lambda body, at, byte: body[:at] + bytes([byte]) + body[at + 1 :], as_bytes, st.integers(0, 60), st.integers(0, 255)),
+    st.builds(
+        lambda body, at, byte: body[:at] + bytes([byte]) + body[at + 1 :],
+        as_bytes,
+        st.integers(0, 60),
+        st.integers(0, 255),
+    ),
 )
 paths = st.sampled_from(["/generate", "/generate_stream", "/"])
-media = st.sampled_from([*[JSON] * 9, {}, {"content-type": "text/plain"}, JSON | {"content-encoding": "gzip"}])
+media = st.sampled_from(
+    [*[JSON] * 9, {}, {"content-type": "text/plain"}, JSON | {"content-encoding": "gzip"}]
+)
 
 
 def assert_answer(response: httpx.Response, path: str) -> None:
     """A 200's body: one object, a list of one, or events of which the last has the text."""
     if response.headers["content-type"].startswith("text/event-stream"):
-        events = [json.loads(event.removeprefix("data: ")) for event in response.text.split("\n\n")[:-1]]
+        events = [
+            json.loads(event.removeprefix("data: ")) for event in response.text.split("\n\n")[:-1]
+        ]
         assert [event["index"] for event in events] == list(range(1, len(events) + 1))
-        assert [isinstance(event["generated_text"], str) for event in events] == [False] * (len(events) - 1) + [True]
+        assert [isinstance(event["generated_text"], str) for event in events] == [False] * (
+            len(events) - 1
+        ) + [True]
     else:
         value = response.json()
         assert isinstance((value[0] if path == "/" else value)["generated_text"], str)
 
 
-def test_whatever_is_sent_the_answer_fits_and_the_next_request_is_served(tokenizer_folder: Path) -> None:
+def test_whatever_is_sent_the_answer_fits_and_the_next_request_is_served(
+    tokenizer_folder: Path,
+) -> None:
     seen: Counter[int] = Counter()
     with asyncio.Runner() as runner:
         served = runner.run(start(tokenizer_folder))
@@ -522,7 +748,13 @@ def test_whatever_is_sent_the_answer_fits_and_the_next_request_is_served(tokeniz
             assert len(served.engine.submits) - num_before == (response.status_code == 200)
             await assert_canary(served)
 
-        @settings(max_examples=600, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+        @settings(
+            max_examples=600,
+            derandomize=True,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        )
         @given(bodies, paths, media)
         def any_request(body: bytes, path: str, headers: dict[str, str]) -> None:
             runner.run(check(body, path, headers))

@@ -1,4 +1,6 @@
-"""Every list, text and object of every body has a bound, and lists fail at their first error, instead of making an error for each item."""
+"""Every list, text and object of every body has a bound, and lists fail at their first error,
+instead of making an error for each item.
+"""
 
 from collections.abc import Iterator
 from types import UnionType
@@ -19,14 +21,25 @@ from server.http.openai.fields import CompletionBody
 from server.http.tgi.fields import GenerateBody
 from server.http.token_fields import DetokenizeBody, TokenizeBody
 
-BODIES: tuple[type[BaseModel], ...] = (CompletionBody, ChatBody, FimBody, InfillBody, LlamaCppCompletionBody, TemplateBody)
+BODIES: tuple[type[BaseModel], ...] = (
+    CompletionBody,
+    ChatBody,
+    FimBody,
+    InfillBody,
+    LlamaCppCompletionBody,
+    TemplateBody,
+)
 BODIES += (GenerateBody, TokenizeBody, DetokenizeBody, DecisionBody, SystemBody)
 LONGEST = 2 * 2**20
 
 
 def unbounded(annotation: Any, metadata: list[Any], name: str) -> Iterator[str]:
     """The parts of a type without a bound, in words."""
-    flat = [part for each in metadata for part in (each.metadata if isinstance(each, FieldInfo) else [each])]
+    flat = [
+        part
+        for each in metadata
+        for part in (each.metadata if isinstance(each, FieldInfo) else [each])
+    ]
     origin = get_origin(annotation)
     if origin is Annotated:
         yield from unbounded(annotation.__origin__, [*flat, *annotation.__metadata__], name)
@@ -37,7 +50,9 @@ def unbounded(annotation: Any, metadata: list[Any], name: str) -> Iterator[str]:
         yield from unbounded_items(annotation, flat, name)
     elif annotation is str and not any(isinstance(each, MaxLen) for each in flat):
         yield f"{name}: no max_length"
-    elif annotation in (list, dict, tuple, set) or (annotation is Any and fields.ANY_JSON not in flat):
+    elif annotation in (list, dict, tuple, set) or (
+        annotation is Any and fields.ANY_JSON not in flat
+    ):
         yield f"{name}: any value, which is not fields.Json"
     elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield from unbounded_fields(annotation, name)
@@ -94,15 +109,27 @@ def test_the_walk_finds_what_has_no_bound() -> None:
         (InfillBody, '{"input_prefix":"","input_suffix":"","samplers":[', "1", "]}"),
         (ChatBody, '{"messages":[{"role":"user","content":"a"}],"modalities":[', "1", "]}"),
         (ChatBody, '{"messages":[{"role":"user","content":[', "1", "]}]}"),
-        (ChatBody, '{"messages":[', '{"role":"user",' + ",".join(f'"k{i}":1' for i in range(100)) + "}", "]}"),
+        (
+            ChatBody,
+            '{"messages":[',
+            '{"role":"user",' + ",".join(f'"k{i}":1' for i in range(100)) + "}",
+            "]}",
+        ),
     ],
 )
-def test_an_error_is_the_first_one_and_no_more_are_made(model: type[BaseModel], head: str, item: str, tail: str) -> None:
-    count = min((LONGEST - len(head) - len(tail)) // (len(item) + 1), body.MAX_VALUES // (1 + item.count(",")) - 4)
+def test_an_error_is_the_first_one_and_no_more_are_made(
+    model: type[BaseModel], head: str, item: str, tail: str
+) -> None:
+    count = min(
+        (LONGEST - len(head) - len(tail)) // (len(item) + 1),
+        body.MAX_VALUES // (1 + item.count(",")) - 4,
+    )
     value = body.parse((head + ",".join([item] * count) + tail).encode())
     with pytest.raises(ValidationError) as raised:
         model.model_validate(value, strict=True)
-    assert raised.value.error_count() <= body.MAX_KEYS + 2  # Objects cannot fail fast: each of their keys may have an error.
+    assert (
+        raised.value.error_count() <= body.MAX_KEYS + 2
+    )  # Objects cannot fail fast: each of their keys may have an error.
 
 
 def test_values_are_counted_outside_of_texts() -> None:

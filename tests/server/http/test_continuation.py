@@ -1,5 +1,6 @@
-"""Every route answers with the text that continues the prompt, whose first space is part of it where the decoder strips a text's first
-space; the same streamed and whole, in log-probabilities and offsets; and a stop that is a special token stops.
+"""Every route answers with the text that continues the prompt, whose first space is part of it
+where the decoder strips a text's first space; the same streamed and whole, in log-probabilities and
+offsets; and a stop that is a special token stops.
 """
 
 import asyncio
@@ -21,11 +22,19 @@ Ask = Callable[[str, dict[str, Any]], Awaitable[Any]]
 
 
 def answers(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], questions: list[tuple[str, dict[str, Any]]], kind: str = "strip"
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    names: list[str],
+    questions: list[tuple[str, dict[str, Any]]],
+    kind: str = "strip",
 ) -> list[Any]:
-    """The answers to (path, body) of a server whose model generates the tokens of these names, then `f` without end."""
+    """The answers to (path, body) of a server whose model generates the tokens of these names, then
+    `f` without end.
+    """
     tokenizer = make_decoding_tokenizer(kind, folder)
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": TEMPLATE}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "</s>", "chat_template": TEMPLATE})
+    )
     script = [id for name in [*names, *"f" * 99] if (id := tokenizer.token_to_id(name)) is not None]
     num_prompt = len(tokenizer.encode(PROMPT).ids)
 
@@ -38,10 +47,15 @@ def answers(
     async def ask() -> list[Any]:
         import msgspec
 
-        served = serve(folder, FakeEngine(msgspec.structs.replace(READY, vocab_size=vocab_size, end_token_ids=[1])))
+        served = serve(
+            folder,
+            FakeEngine(msgspec.structs.replace(READY, vocab_size=vocab_size, end_token_ids=[1])),
+        )
         while not served.client.admission.accepting:
             await asyncio.sleep(0)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(served.app), base_url="http://test") as client:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(served.app), base_url="http://test"
+        ) as client:
             return [_read(await client.post(path, json=body)) for path, body in questions]
 
     return asyncio.run(ask())
@@ -59,11 +73,21 @@ NAMES = ["▁f", "▁", "a", "<0xC3>", "<0xA9>", "▁▁", "b"]
 TEXT = " f aé  b"
 
 
-def test_the_first_space_of_a_completion_is_text_on_every_route(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_space_of_a_completion_is_text_on_every_route(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     num = len(NAMES)
-    tgi = {"inputs": PROMPT, "parameters": {"max_new_tokens": num, "details": True, "decoder_input_details": True}}
+    tgi = {
+        "inputs": PROMPT,
+        "parameters": {"max_new_tokens": num, "details": True, "decoder_input_details": True},
+    }
     completion = {"prompt": PROMPT, "max_tokens": num, "logprobs": 1, "temperature": 0}
-    chat = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": num, "logprobs": True, "temperature": 0}
+    chat = {
+        "messages": [{"role": "user", "content": PROMPT}],
+        "max_tokens": num,
+        "logprobs": True,
+        "temperature": 0,
+    }
     streams = {"stream": True}
     whole, events, kept, echoed, chunks, chatted, deltas, llama = answers(
         tmp_path,
@@ -84,30 +108,55 @@ def test_the_first_space_of_a_completion_is_text_on_every_route(tmp_path: Path, 
     assert "".join(token["text"] for token in whole["details"]["tokens"]) == TEXT
     assert "".join(token["text"] for token in whole["details"]["prefill"]) == PROMPT
     assert "".join(event["token"]["text"] for event in events) == TEXT
-    assert kept["choices"][0]["text"] == "".join(chunk["choices"][0]["text"] for chunk in chunks) == TEXT
-    assert chatted["choices"][0]["message"]["content"] == "".join(x["choices"][0]["delta"].get("content", "") for x in deltas) == TEXT
+    assert (
+        kept["choices"][0]["text"]
+        == "".join(chunk["choices"][0]["text"] for chunk in chunks)
+        == TEXT
+    )
+    assert (
+        chatted["choices"][0]["message"]["content"]
+        == "".join(x["choices"][0]["delta"].get("content", "") for x in deltas)
+        == TEXT
+    )
     assert "".join(entry["token"] for entry in chatted["choices"][0]["logprobs"]["content"]) == TEXT
-    assert bytes(b for entry in chatted["choices"][0]["logprobs"]["content"] for b in entry["bytes"]) == TEXT.encode()
+    assert (
+        bytes(b for entry in chatted["choices"][0]["logprobs"]["content"] for b in entry["bytes"])
+        == TEXT.encode()
+    )
     streamed = [chunk["choices"][0]["logprobs"] for chunk in chunks]
-    assert [offset for part in streamed for offset in part["text_offset"]] == kept["choices"][0]["logprobs"]["text_offset"]
+    assert [offset for part in streamed for offset in part["text_offset"]] == kept["choices"][0][
+        "logprobs"
+    ]["text_offset"]
     for choice, text in ((kept["choices"][0], TEXT), (echoed["choices"][0], PROMPT + TEXT)):
         assert choice["text"] == text
         logprobs = choice["logprobs"]
         assert "".join(logprobs["tokens"]) == text
-        for offset, token, top in zip(logprobs["text_offset"], logprobs["tokens"], logprobs["top_logprobs"], strict=True):
+        for offset, token, top in zip(
+            logprobs["text_offset"], logprobs["tokens"], logprobs["top_logprobs"], strict=True
+        ):
             assert text.startswith(token, offset) and (top is None or token in top)
 
 
 @pytest.mark.parametrize("kind", ["byte level", "metaspace, prefix", "strip", "word piece"])
-def test_a_stop_that_is_a_special_token_stops(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_that_is_a_special_token_stops(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stop = {"stop": ["<end_of_turn>"]}
-    chat = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 9, "temperature": 0, **stop}
+    chat = {
+        "messages": [{"role": "user", "content": PROMPT}],
+        "max_tokens": 9,
+        "temperature": 0,
+        **stop,
+    }
     whole, events, completion, chatted, llama = answers(
         tmp_path,
         monkeypatch,
         ["a", "<end_of_turn>", "b"],
         [
-            ("/generate", {"inputs": PROMPT, "parameters": {"max_new_tokens": 9, "details": True, **stop}}),
+            (
+                "/generate",
+                {"inputs": PROMPT, "parameters": {"max_new_tokens": 9, "details": True, **stop}},
+            ),
             ("/generate_stream", {"inputs": PROMPT, "parameters": {"max_new_tokens": 9, **stop}}),
             ("/v1/completions", {"prompt": PROMPT, "max_tokens": 9, "temperature": 0, **stop}),
             ("/v1/chat/completions", chat),
@@ -115,9 +164,22 @@ def test_a_stop_that_is_a_special_token_stops(kind: str, tmp_path: Path, monkeyp
         ],
         kind,
     )
-    assert whole["details"]["generated_tokens"] == 2 and whole["details"]["finish_reason"] == "stop_sequence"
+    assert (
+        whole["details"]["generated_tokens"] == 2
+        and whole["details"]["finish_reason"] == "stop_sequence"
+    )
     text = whole["generated_text"]
     assert text.strip() == "a" and events[-1]["generated_text"] == text and len(events) == 2
-    assert (completion["choices"][0]["text"], completion["choices"][0]["stop_reason"]) == (text, "<end_of_turn>")
-    assert (chatted["choices"][0]["message"]["content"], chatted["choices"][0]["finish_reason"]) == (text, "stop")
-    assert (llama["content"], llama["stop_type"], llama["stopping_word"]) == (text, "word", "<end_of_turn>")
+    assert (completion["choices"][0]["text"], completion["choices"][0]["stop_reason"]) == (
+        text,
+        "<end_of_turn>",
+    )
+    assert (
+        chatted["choices"][0]["message"]["content"],
+        chatted["choices"][0]["finish_reason"],
+    ) == (text, "stop")
+    assert (llama["content"], llama["stop_type"], llama["stopping_word"]) == (
+        text,
+        "word",
+        "<end_of_turn>",
+    )

@@ -1,4 +1,6 @@
-"""The OpenAPI document and its page: every field is described, every example is answered, and every answer is as documented."""
+"""The OpenAPI document and its page: every field is described, every example is answered, and every
+answer is as documented.
+"""
 
 import asyncio
 import json
@@ -27,7 +29,9 @@ from tests.support.fake_engine import READY, FakeEngine, Served, serve
 from tests.support.processes import ServerProcess
 
 PREFIX = "/llm"
-KEYED = ServerSection.model_validate({"api_keys": KEY_HASHES, "metrics_key": KEY_HASHES.partition(",")[0], "max_body_bytes": 4096})
+KEYED = ServerSection.model_validate(
+    {"api_keys": KEY_HASHES, "metrics_key": KEY_HASHES.partition(",")[0], "max_body_bytes": 4096}
+)
 KEY = {"authorization": f"Bearer {KEYS[0]}"}
 
 
@@ -35,18 +39,28 @@ KEY = {"authorization": f"Bearer {KEYS[0]}"}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer with fill-in-the-middle tokens, and a chat template."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    make_tokenizer(("<fim_prefix>", "<fim_suffix>", "<fim_middle>"), 261).save(str(folder / "tokenizer.json"))
+    make_tokenizer(("<fim_prefix>", "<fim_suffix>", "<fim_middle>"), 261).save(
+        str(folder / "tokenizer.json")
+    )
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     return folder
 
 
 @asynccontextmanager
-async def door(folder: Path, section: ServerSection | None = None) -> AsyncIterator[tuple[Served, httpx.AsyncClient]]:
+async def door(
+    folder: Path, section: ServerSection | None = None
+) -> AsyncIterator[tuple[Served, httpx.AsyncClient]]:
     """The application over a fake engine that is ready, and a client of it."""
-    served = serve(folder, FakeEngine(msgspec.structs.replace(READY, vocab_size=261, max_context=512, capacity=512)), section)
+    served = serve(
+        folder,
+        FakeEngine(msgspec.structs.replace(READY, vocab_size=261, max_context=512, capacity=512)),
+        section,
+    )
     while not served.client.admission.accepting:
         await asyncio.sleep(0)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(served.app), base_url="http://test") as http:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(served.app), base_url="http://test"
+    ) as http:
         yield served, http
 
 
@@ -75,7 +89,9 @@ def examples(document: dict[str, Any]) -> list[tuple[str, str, Any]]:
         (path, name, example["value"])
         for path, method, operation in operations(document)
         if method == "post"
-        for name, example in operation["requestBody"]["content"]["application/json"]["examples"].items()
+        for name, example in operation["requestBody"]["content"]["application/json"][
+            "examples"
+        ].items()
     ]
 
 
@@ -85,7 +101,13 @@ def first_example(document: dict[str, Any], path: str) -> dict[str, Any]:
 
 def properties(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """(path, schema) of every field within a schema."""
-    for key, value in schema.items() if isinstance(schema, dict) else enumerate(schema) if isinstance(schema, list) else ():
+    for key, value in (
+        schema.items()
+        if isinstance(schema, dict)
+        else enumerate(schema)
+        if isinstance(schema, list)
+        else ()
+    ):
         if key == "properties":
             for name, field in value.items():
                 yield f"{path}.{name}", field
@@ -96,7 +118,14 @@ def properties(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def keywords(schema: Any) -> set[str]:
     """The keywords of a field's schema and of its alternatives and items."""
-    inner = [*schema.get("anyOf", ()), *(schema[key] for key in ("items", "additionalProperties") if isinstance(schema.get(key), dict))]
+    inner = [
+        *schema.get("anyOf", ()),
+        *(
+            schema[key]
+            for key in ("items", "additionalProperties")
+            if isinstance(schema.get(key), dict)
+        ),
+    ]
     return set(schema).union(*map(keywords, inner))
 
 
@@ -111,7 +140,13 @@ def resolve(document: dict[str, Any], value: dict[str, Any]) -> dict[str, Any]:
 
 
 def references(value: Any) -> Iterator[str]:
-    for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+    for key, item in (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    ):
         if key == "$ref":
             yield item
         yield from references(item)
@@ -123,34 +158,53 @@ def closed(value: Any) -> Any:
         return [closed(item) for item in value]
     if not isinstance(value, dict):
         return value
-    return {key: closed(item) for key, item in value.items()} | ({"additionalProperties": False} if "properties" in value else {})
+    return {key: closed(item) for key, item in value.items()} | (
+        {"additionalProperties": False} if "properties" in value else {}
+    )
 
 
 def check(document: dict[str, Any], schema: dict[str, Any], value: Any) -> None:
-    """Raises where a value is not as a schema of the document says, or has fields that it does not mention."""
-    jsonschema.Draft202012Validator(closed(schema) | {"components": closed(document["components"])}).validate(value)
+    """Raises where a value is not as a schema of the document says, or has fields that it does not
+    mention.
+    """
+    jsonschema.Draft202012Validator(
+        closed(schema) | {"components": closed(document["components"])}
+    ).validate(value)
 
 
 def events(text: str) -> Iterator[dict[str, Any]]:
     """The fields of each event of a stream."""
     for lines in text.split("\n\n"):
-        fields = dict(line.split(": ", 1) for line in lines.splitlines() if not line.startswith(":"))
+        fields = dict(
+            line.split(": ", 1) for line in lines.splitlines() if not line.startswith(":")
+        )
         if fields:
             yield fields | ({"retry": int(fields["retry"])} if "retry" in fields else {})
 
 
 def check_event(document: dict[str, Any], schema: dict[str, Any], event: dict[str, Any]) -> None:
-    """Raises where an event is not as its schema says, which is that of an event and not of its data, or its data is not."""
+    """Raises where an event is not as its schema says, which is that of an event and not of its
+    data, or its data is not.
+    """
     check(document, schema, event)
     resolved = resolve(document, schema)
-    kinds = [resolve(document, kind)["properties"]["data"] for kind in resolved.get("anyOf", [resolved])]
-    contents = [text["contentSchema"] for kind in kinds for text in kind.get("anyOf", [kind]) if "contentSchema" in text]
+    kinds = [
+        resolve(document, kind)["properties"]["data"] for kind in resolved.get("anyOf", [resolved])
+    ]
+    contents = [
+        text["contentSchema"]
+        for kind in kinds
+        for text in kind.get("anyOf", [kind])
+        if "contentSchema" in text
+    ]
     assert contents
     if event["data"] != "[DONE]":
         check(document, {"anyOf": contents}, json.loads(event["data"]))
 
 
-def check_reply(document: dict[str, Any], operation: dict[str, Any], response: httpx.Response) -> None:
+def check_reply(
+    document: dict[str, Any], operation: dict[str, Any], response: httpx.Response
+) -> None:
     """Raises where a status is not documented, or a body or an event is not as documented."""
     documented = resolve(document, operation["responses"][str(response.status_code)])
     kind = response.headers["content-type"].partition(";")[0]
@@ -161,7 +215,9 @@ def check_reply(document: dict[str, Any], operation: dict[str, Any], response: h
     elif kind == "application/json":
         check(document, schema, response.json())
     if kind != "text/event-stream":
-        assert {name.lower() for name in documented.get("headers", {})} - {"x-stream-id"} <= set(response.headers)
+        assert {name.lower() for name in documented.get("headers", {})} - {"x-stream-id"} <= set(
+            response.headers
+        )
 
 
 def test_the_document_is_valid(document: dict[str, Any]) -> None:
@@ -177,19 +233,46 @@ def test_the_document_is_valid(document: dict[str, Any]) -> None:
         jsonschema.Draft202012Validator.check_schema(schema)
 
 
-def test_tools_read_streams_as_events(document: dict[str, Any], embedded_server: ServerProcess) -> None:
-    """Schemathesis validates events that a server sends, and finds what is none of the documented ones."""
+def test_tools_read_streams_as_events(
+    document: dict[str, Any], embedded_server: ServerProcess
+) -> None:
+    """Schemathesis validates events that a server sends, and finds what is none of the documented
+    ones.
+    """
     import schemathesis
     from schemathesis.core.transport import Response
 
     schema = schemathesis.openapi.from_dict(document)
     asked: dict[str, dict[str, Any]] = {
         "/generate_stream": {"inputs": "def f", "parameters": {"max_new_tokens": 3}},
-        "/v1/completions": {"prompt": "def f", "max_tokens": 3, "temperature": 0, "stream": True, "resumable": True},
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "temperature": 0, "stream": True},
-        "/fim/completions": {"prompt": "def f", "suffix": "x", "max_tokens": 3, "temperature": 0, "stream": True},
+        "/v1/completions": {
+            "prompt": "def f",
+            "max_tokens": 3,
+            "temperature": 0,
+            "stream": True,
+            "resumable": True,
+        },
+        "/v1/chat/completions": {
+            "messages": [{"role": "user", "content": "a"}],
+            "max_tokens": 3,
+            "temperature": 0,
+            "stream": True,
+        },
+        "/fim/completions": {
+            "prompt": "def f",
+            "suffix": "x",
+            "max_tokens": 3,
+            "temperature": 0,
+            "stream": True,
+        },
         "/completion": {"prompt": "def f", "n_predict": 3, "temperature": 0, "stream": True},
-        "/infill": {"input_prefix": "def f", "input_suffix": "x", "n_predict": 3, "temperature": 0, "stream": True},
+        "/infill": {
+            "input_prefix": "def f",
+            "input_suffix": "x",
+            "n_predict": 3,
+            "temperature": 0,
+            "stream": True,
+        },
     }
     for path, body in asked.items():
         with httpx.Client(base_url=f"http://127.0.0.1:{embedded_server.port}", timeout=60) as http:
@@ -199,7 +282,9 @@ def test_tools_read_streams_as_events(document: dict[str, Any], embedded_server:
         def validated(text: str, path: str = path) -> None:
             request = requests.Request("POST", f"http://test{path}").prepare()
             headers = {"content-type": ["text/event-stream"]}
-            response = Response(200, headers, text.encode(), request, 0.1, False, message="OK", http_version="1.1")
+            response = Response(
+                200, headers, text.encode(), request, 0.1, False, message="OK", http_version="1.1"
+            )
             schema[path]["POST"].validate_response(response)
 
         validated(answer.text)
@@ -210,19 +295,40 @@ def test_tools_read_streams_as_events(document: dict[str, Any], embedded_server:
 
 def test_every_operation_has_a_summary(document: dict[str, Any]) -> None:
     for path, method, operation in operations(document):
-        assert 10 < len(operation["summary"]) < 80 and "\n" not in operation["summary"], (path, method)
-        assert operation["responses"].keys() & {"200", "204"} and "default" in operation["responses"], (path, method)
+        assert 10 < len(operation["summary"]) < 80 and "\n" not in operation["summary"], (
+            path,
+            method,
+        )
+        assert (
+            operation["responses"].keys() & {"200", "204"} and "default" in operation["responses"]
+        ), (path, method)
 
 
 def test_every_field_has_a_description(document: dict[str, Any]) -> None:
-    fields = [found for name, schema in document["components"]["schemas"].items() for found in properties(schema, name)]
-    fields += [(path, parameter) for path, _, op in operations(document) for parameter in op.get("parameters", [])]
+    fields = [
+        found
+        for name, schema in document["components"]["schemas"].items()
+        for found in properties(schema, name)
+    ]
+    fields += [
+        (path, parameter)
+        for path, _, op in operations(document)
+        for parameter in op.get("parameters", [])
+    ]
     assert len(fields) > 300
-    assert not [path for path, field in fields if len(resolve(document, field).get("description", field.get("description", ""))) < 9]
+    assert not [
+        path
+        for path, field in fields
+        if len(resolve(document, field).get("description", field.get("description", ""))) < 9
+    ]
 
 
-def test_every_optional_field_of_a_request_says_what_its_absence_means(document: dict[str, Any]) -> None:
-    """The description of a number or a boolean states its default, or that the field has no effect, or that another field decides."""
+def test_every_optional_field_of_a_request_says_what_its_absence_means(
+    document: dict[str, Any],
+) -> None:
+    """The description of a number or a boolean states its default, or that the field has no effect,
+    or that another field decides.
+    """
     bodies = [
         operation["requestBody"]["content"]["application/json"]["schema"]
         for _, _, operation in operations(document)
@@ -239,10 +345,17 @@ def test_every_optional_field_of_a_request_says_what_its_absence_means(document:
 
 
 def test_bounds_and_kinds_of_fields_that_take_several(document: dict[str, Any]) -> None:
-    """Fields that are converted before they are checked show what is accepted, not what it becomes."""
+    """Fields that are converted before they are checked show what is accepted, not what it
+    becomes.
+    """
     schemas = document["components"]["schemas"]
     unknown = {"ge", "gt", "le", "lt"}  # What pydantic writes for a bound that it cannot express.
-    assert not [path for name, schema in schemas.items() for path, field in properties(schema, name) if unknown & keywords(field)]
+    assert not [
+        path
+        for name, schema in schemas.items()
+        for path, field in properties(schema, name)
+        if unknown & keywords(field)
+    ]
 
     def accepted(name: str, field: str, value: Any) -> bool:
         schema = schemas[name]["properties"][field] | {"components": document["components"]}
@@ -250,21 +363,35 @@ def test_bounds_and_kinds_of_fields_that_take_several(document: dict[str, Any]) 
 
     for prompt in ("a", ["a", "b"], [1, 2], [[1], [2]]):
         assert accepted("CompletionBody", "prompt", prompt)
-    assert not accepted("CompletionBody", "prompt", 1) and not accepted("CompletionBody", "prompt", [-1])
-    assert accepted("ChatBody", "stop", "a") and accepted("ChatBody", "stop", ["a"]) and not accepted("ChatBody", "stop", "")
-    assert accepted("Message", "content", "a") and accepted("Message", "content", [{"type": "text", "text": "a"}])
+    assert not accepted("CompletionBody", "prompt", 1) and not accepted(
+        "CompletionBody", "prompt", [-1]
+    )
+    assert (
+        accepted("ChatBody", "stop", "a")
+        and accepted("ChatBody", "stop", ["a"])
+        and not accepted("ChatBody", "stop", "")
+    )
+    assert accepted("Message", "content", "a") and accepted(
+        "Message", "content", [{"type": "text", "text": "a"}]
+    )
     for seed, good in ((2**63 - 1, True), (2**63, False), (-2, False)):
         assert accepted("ChatBody", "seed", seed) == good
 
 
 def test_numbers_of_examples_are_exact_in_a_browser(document: dict[str, Any]) -> None:
-    """JavaScript rounds integers above 2**53: a page that makes up a seed from its bounds sends one that is refused."""
+    """JavaScript rounds integers above 2**53: a page that makes up a seed from its bounds sends one
+    that is refused.
+    """
     for number in re.findall("[0-9]{10,}", json.dumps([body for _, _, body in examples(document)])):
         assert int(number) < 2**53
     for name, schema in document["components"]["schemas"].items():
         for field, value in properties(schema, name):
-            large = [kind for kind in value.get("anyOf", ()) if kind.get("exclusiveMaximum", 0) > 2**53]
-            assert all(0 <= kind.get("examples", value.get("examples"))[0] < 2**53 for kind in large), field
+            large = [
+                kind for kind in value.get("anyOf", ()) if kind.get("exclusiveMaximum", 0) > 2**53
+            ]
+            assert all(
+                0 <= kind.get("examples", value.get("examples"))[0] < 2**53 for kind in large
+            ), field
 
 
 def test_every_example_is_answered_as_documented(embedded_server: ServerProcess) -> None:
@@ -295,17 +422,62 @@ def check_events(document: dict[str, Any], http: httpx.Client) -> None:
             kind = next(line.removeprefix("event: ") for line in lines if line)
             event = {"event": kind, "data": next(lines).removeprefix("data: ")}
             check_event(document, {"$ref": "#/components/schemas/MonitorEvent"}, event)
-            check(document, {"$ref": f"#/components/schemas/{kinds.pop(kind)}"}, json.loads(event["data"]))
+            check(
+                document,
+                {"$ref": f"#/components/schemas/{kinds.pop(kind)}"},
+                json.loads(event["data"]),
+            )
 
 
 # Fields that add to an answer: (path, fields beside those of its first example).
 ADDING: list[tuple[str, dict[str, Any]]] = [
-    ("/generate", {"parameters": {"decoder_input_details": True, "top_n_tokens": 2, "do_sample": True, "best_of": 2, "max_new_tokens": 3}}),
+    (
+        "/generate",
+        {
+            "parameters": {
+                "decoder_input_details": True,
+                "top_n_tokens": 2,
+                "do_sample": True,
+                "best_of": 2,
+                "max_new_tokens": 3,
+            }
+        },
+    ),
     ("/generate_stream", {"parameters": {"details": True, "top_n_tokens": 2, "max_new_tokens": 3}}),
-    ("/v1/completions", {"logprobs": 2, "echo": True, "prompt_logprobs": 1, "return_token_ids": True, "max_tokens": 3}),
-    ("/v1/completions", {"logprobs": 2, "return_token_ids": True, "stream": True, "resumable": True, "max_tokens": 3}),
-    ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1, "return_token_ids": True, "max_tokens": 3}),
-    ("/v1/chat/completions", {"logprobs": True, "return_token_ids": True, "stream": True, "max_tokens": 3}),
+    (
+        "/v1/completions",
+        {
+            "logprobs": 2,
+            "echo": True,
+            "prompt_logprobs": 1,
+            "return_token_ids": True,
+            "max_tokens": 3,
+        },
+    ),
+    (
+        "/v1/completions",
+        {
+            "logprobs": 2,
+            "return_token_ids": True,
+            "stream": True,
+            "resumable": True,
+            "max_tokens": 3,
+        },
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            "logprobs": True,
+            "top_logprobs": 2,
+            "prompt_logprobs": 1,
+            "return_token_ids": True,
+            "max_tokens": 3,
+        },
+    ),
+    (
+        "/v1/chat/completions",
+        {"logprobs": True, "return_token_ids": True, "stream": True, "max_tokens": 3},
+    ),
     ("/tokenize", {"return_token_strs": True}),
     ("/tokenize", {"prompt": None, "inputs": None, "content": "a\u20ac", "with_pieces": True}),
     ("/completion", {"n_probs": 2, "return_tokens": True, "n_predict": 3}),
@@ -314,7 +486,9 @@ ADDING: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "fields"), ADDING, ids=str)
-async def test_all_that_an_answer_may_have_is_documented(folder: Path, document: dict[str, Any], path: str, fields: dict[str, Any]) -> None:
+async def test_all_that_an_answer_may_have_is_documented(
+    folder: Path, document: dict[str, Any], path: str, fields: dict[str, Any]
+) -> None:
     async with door(folder) as (_, http):
         response = await http.post(path, json=first_example(document, path) | fields)
     assert response.status_code == 200, response.text
@@ -344,28 +518,58 @@ async def test_every_refusal_is_documented(folder: Path, what: str) -> None:
         served.client.admission.num_reserved = 10**6 * (what == "full")
         for path, method, operation in operations(document):
             if method == "post":
-                content = json.dumps(first_example(document, path)).encode() if body is None else body
-                response = await http.post(path, content=content, headers=KEY | {"content-type": "application/json"} | headers)
+                content = (
+                    json.dumps(first_example(document, path)).encode() if body is None else body
+                )
+                response = await http.post(
+                    path,
+                    content=content,
+                    headers=KEY | {"content-type": "application/json"} | headers,
+                )
                 generates = served.app.table.find(path).generates  # type: ignore[union-attr]
-                assert response.status_code != 200 or (what in ("draining", "full") and not generates), path
+                assert response.status_code != 200 or (
+                    what in ("draining", "full") and not generates
+                ), path
                 check_reply(document, operation, response)
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/completions", "/v1/chat/completions", "/fim/completions", "/apply-template", "/tokenize", "/detokenize"]
+    "path",
+    [
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/fim/completions",
+        "/apply-template",
+        "/tokenize",
+        "/detokenize",
+    ],
 )
-async def test_another_model_is_documented(folder: Path, document: dict[str, Any], path: str) -> None:
+async def test_another_model_is_documented(
+    folder: Path, document: dict[str, Any], path: str
+) -> None:
     async with door(folder) as (_, http):
         response = await http.post(path, json=first_example(document, path) | {"model": "another"})
     assert response.status_code == 404
     check_reply(document, document["paths"][path]["post"], response)
 
 
-async def test_every_error_of_generation_is_documented(folder: Path, document: dict[str, Any]) -> None:
+async def test_every_error_of_generation_is_documented(
+    folder: Path, document: dict[str, Any]
+) -> None:
     """By the statuses of the classes in errors.py, and 408, which the connection answers."""
-    kinds = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.RequestError)}
-    kinds -= {errors.StreamCancelled, errors.StreamExpired, errors.Unauthorized}  # Of streams, and of servers with keys.
-    kinds -= {errors.HostNotAllowed}  # Of every route, for requests that were meant for another host.
+    kinds = {
+        kind
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, errors.RequestError)
+    }
+    kinds -= {
+        errors.StreamCancelled,
+        errors.StreamExpired,
+        errors.Unauthorized,
+    }  # Of streams, and of servers with keys.
+    kinds -= {
+        errors.HostNotAllowed
+    }  # Of every route, for requests that were meant for another host.
     async with door(folder) as (served, _):
         generating = [route.path for route in served.app.table.routes if route.generates]
     for path in generating:
@@ -376,9 +580,15 @@ async def test_every_error_of_generation_is_documented(folder: Path, document: d
         assert documented == {"200", "408", "default", *map(str, statuses)}, path
 
 
-async def test_a_key_is_documented_where_one_is_needed(folder: Path, document: dict[str, Any]) -> None:
+async def test_a_key_is_documented_where_one_is_needed(
+    folder: Path, document: dict[str, Any]
+) -> None:
     assert "securitySchemes" not in document["components"]
-    assert not [path for path, _, operation in operations(document) if "security" in operation or "401" in operation["responses"]]
+    assert not [
+        path
+        for path, _, operation in operations(document)
+        if "security" in operation or "401" in operation["responses"]
+    ]
     async with door(folder, KEYED) as (served, http):
         assert (await http.get("/openapi.json")).status_code == 401
         keyed = await read_document(http)
@@ -387,12 +597,19 @@ async def test_a_key_is_documented_where_one_is_needed(folder: Path, document: d
             refused = (await http.request(method, path)).status_code == 401
             route = served.app.table.find(path)
             needs_key = route is not None and route.access is not Access.PUBLIC
-            assert refused == ("security" in operation) == ("401" in operation["responses"]) == needs_key, path
+            assert (
+                refused
+                == ("security" in operation)
+                == ("401" in operation["responses"])
+                == needs_key
+            ), path
 
 
 @pytest.mark.parametrize("passed_on", [True, False])
 async def test_the_page_below_a_prefix(folder: Path, passed_on: bool) -> None:
-    """As a browser resolves its URLs, for a proxy that passes the prefix on and for one that removes it."""
+    """As a browser resolves its URLs, for a proxy that passes the prefix on and for one that
+    removes it.
+    """
     public = f"http://public{PREFIX}/"
 
     def inside(url: str) -> str:
@@ -413,7 +630,9 @@ async def test_the_page_below_a_prefix(folder: Path, passed_on: bool) -> None:
 
 
 async def test_a_prefix_opens_no_door(folder: Path) -> None:
-    """The path without server.root_path decides whether a key is needed; a path that only resembles the prefix is not stripped."""
+    """The path without server.root_path decides whether a key is needed; a path that only resembles
+    the prefix is not stripped.
+    """
     async with door(folder, KEYED.model_copy(update={"root_path": PREFIX})) as (_, http):
         for path, with_key, without in (
             ("/llm/live", 200, 200),
@@ -427,11 +646,16 @@ async def test_a_prefix_opens_no_door(folder: Path) -> None:
             assert (await http.get(path, headers=KEY)).status_code == with_key, path
             assert (await http.get(path)).status_code == without, path
         for path in ("/llm", "/llm/", "/"):
-            assert (await http.post(path, json={"inputs": "a"}, headers=KEY)).status_code == 200, path
+            assert (await http.post(path, json={"inputs": "a"}, headers=KEY)).status_code == 200, (
+                path
+            )
 
 
 def test_the_prefix_is_a_path() -> None:
-    assert load(ServeSettings, ["--server.root_path", "/a/b"], "onehead serve").server.root_path == "/a/b"
+    assert (
+        load(ServeSettings, ["--server.root_path", "/a/b"], "onehead serve").server.root_path
+        == "/a/b"
+    )
     for bad in ("llm", "/llm/", "/", "http://x/llm", "/a b"):
         with pytest.raises(ConfigurationError, match=r"server\.root_path"):
             load(ServeSettings, ["--server.root_path", bad], "onehead serve")

@@ -1,4 +1,6 @@
-"""Each extension is a folder and a line of the table: without them the rest generates and streams."""
+"""Each extension is a folder and a line of the table: without them the rest generates and
+streams.
+"""
 
 import os
 import shutil
@@ -33,7 +35,7 @@ async def main():
         print(*(await http.get("/openapi.json")).json()["paths"])
 
 asyncio.run(main())
-"""
+"""  # noqa: E501
 
 
 def without(extension: str, folder: Path) -> None:
@@ -55,7 +57,9 @@ def test_the_rest_serves_without_it(extension: str, tokenizer_folder: Path, tmp_
     without(extension, tmp_path)
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-c", PROGRAM, str(tokenizer_folder)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     gone = {
         "server.http.mistral": "/v1/fim/completions",

@@ -1,6 +1,8 @@
-"""Every field of every body has an effect, or is on the list of fields without one; any other field is refused by name.
+"""Every field of every body has an effect, or is on the list of fields without one; any other field
+is refused by name.
 
-Effects are observed in the submissions to the engine, and in the answer without its ids, times and random seeds.
+Effects are observed in the submissions to the engine, and in the answer without its ids, times and
+random seeds.
 """
 
 import asyncio
@@ -122,7 +124,10 @@ CASES: dict[type[BaseModel], tuple[str, dict[str, Any], dict[str, tuple[dict[str
             "add_generation_prompt": ({}, False),
             "n_predict": ({"max_tokens": None}, 3),
             "samplers": ({"top_k": 5, "temperature": 1, "seed": 1}, ["temperature"]),
-            "continue_final_message": ({"messages": [*MESSAGES, {"role": "assistant", "content": "yes"}]}, True),
+            "continue_final_message": (
+                {"messages": [*MESSAGES, {"role": "assistant", "content": "yes"}]},
+                True,
+            ),
             "chat_template_kwargs": ({}, {"mood": "calm"}),
             "reasoning_effort": ({}, "none"),
             "tools": ({"tool_choice": "auto"}, [TOOL]),
@@ -159,7 +164,10 @@ CASES: dict[type[BaseModel], tuple[str, dict[str, Any], dict[str, tuple[dict[str
         {
             "messages": ({}, [{"role": "user", "content": "ho"}]),
             "add_generation_prompt": ({}, False),
-            "continue_final_message": ({"messages": [*MESSAGES, {"role": "assistant", "content": "yes"}]}, True),
+            "continue_final_message": (
+                {"messages": [*MESSAGES, {"role": "assistant", "content": "yes"}]},
+                True,
+            ),
             "chat_template_kwargs": ({}, {"mood": "calm"}),
             "reasoning_effort": ({}, "none"),
             "tools": ({}, [TOOL]),
@@ -205,12 +213,21 @@ CASES: dict[type[BaseModel], tuple[str, dict[str, Any], dict[str, tuple[dict[str
     SystemQuestion: (
         "/v1/systemone",
         {"type": "choice", "criteria": {"a": None, "b": "c"}},
-        {"type": ({"criteria": {}}, "noul"), "instructions": ({}, "x"), "criteria": ({}, {"a": "d", "b": "c"})},
+        {
+            "type": ({"criteria": {}}, "noul"),
+            "instructions": ({}, "x"),
+            "criteria": ({}, {"a": "d", "b": "c"}),
+        },
     ),
     GenerateBody: (
         "/generate",
         {"inputs": "def f", "parameters": {"max_new_tokens": 8}},
-        {"inputs": ({}, "def g"), "parameters": ({}, {"max_new_tokens": 3}), "stream": ({}, True), "priority": ({}, 2)},
+        {
+            "inputs": ({}, "def g"),
+            "parameters": ({}, {"max_new_tokens": 3}),
+            "stream": ({}, True),
+            "priority": ({}, 2),
+        },
     ),
     Parameters: (
         "/generate",
@@ -280,17 +297,23 @@ HARMLESS: dict[type[BaseModel], dict[str, Any]] = {
     SystemQuestion: {},
     InfillBody: {"model": "tiny", "post_sampling_probs": False},
     LlamaCppCompletionBody: {"model": "tiny", "post_sampling_probs": False},
-    GenerateBody: {"model": "http://127.0.0.1:8000", "options": {"use_cache": False, "wait_for_model": True}, "use_cache": True},
+    GenerateBody: {
+        "model": "http://127.0.0.1:8000",
+        "options": {"use_cache": False, "wait_for_model": True},
+        "use_cache": True,
+    },
     Parameters: {"watermark": False},
     TokenizeBody: {"model": "tiny"},
     DetokenizeBody: {"model": "tiny"},
 }
-# In tests/server/http/openai/test_routes.py: what needs a clock, and what goes with one other field alone.
+# In tests/server/http/openai/test_routes.py: what needs a clock, and what goes with one other field
+# alone.
 ELSEWHERE = {
     # `reasoning_effort`: tests/server/http/openai/test_chat_input.py.
     TokenizeBody: {"parameters", "parse_special", "reasoning_effort"},
     Parameters: {"best_of"},  # It takes no seed, so nothing can be compared: tests/test_clients.py.
-    # `resumable`: tests/server/http/test_streams.py; `cache_salt`: tests/server/engine/test_prefix_reuse.py.
+    # `resumable`: tests/server/http/test_streams.py; `cache_salt`:
+    # tests/server/engine/test_prefix_reuse.py.
     CompletionBody: {"timeout_s", "resumable", "cache_salt"},
     FimBody: {"timeout_s", "resumable", "cache_salt"},
     ChatBody: {"timeout_s", "resumable", "cache_salt", "cache_prompt"},
@@ -315,7 +338,10 @@ NOT_HARMLESS = [
     ("/v1/chat/completions", {"continue_final_message": True}),
     ("/v1/chat/completions", {"chat_template_kwargs": {"messages": []}}),
     ("/v1/chat/completions", {"tools": [TOOL, TOOL]}),
-    ("/v1/chat/completions", {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}),
+    (
+        "/v1/chat/completions",
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}},
+    ),
     ("/v1/chat/completions", {"tools": [TOOL], "tool_choice": allowed("other")}),
     ("/v1/chat/completions", {"tools": [TOOL], "tool_choice": allowed()}),
     ("/v1/chat/completions", {"tools": [TOOL], "tool_choice": TOOL | allowed("f")}),
@@ -334,12 +360,21 @@ NOT_HARMLESS = [
     ("/apply-template", {"tools": [{"type": "function"}]}),
     ("/tokenize", {"prompt": None, "content": "ab", "parse_special": False}),
 ]
-# (path, what the request has besides, what is the same as not being said): values of fields that change something at others.
+# (path, what the request has besides, what is the same as not being said): values of fields that
+# change something at others.
 SAME_AS_ABSENT: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("/v1/chat/completions", {}, {"top_logprobs": 0}),
-    ("/v1/chat/completions", {}, {"tools": [], "tool_choice": "auto", "parallel_tool_calls": False}),
+    (
+        "/v1/chat/completions",
+        {},
+        {"tools": [], "tool_choice": "auto", "parallel_tool_calls": False},
+    ),
     ("/v1/chat/completions", {}, {"tools": [TOOL], "tool_choice": "none"}),
-    ("/v1/chat/completions", {}, {"continue_final_message": False, "chat_template_kwargs": {"thinking": True}}),
+    (
+        "/v1/chat/completions",
+        {},
+        {"continue_final_message": False, "chat_template_kwargs": {"thinking": True}},
+    ),
     (
         "/v1/chat/completions",
         {"stream": True, "stream_options": {}},
@@ -354,45 +389,79 @@ SAME_AS_ABSENT: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("/v1/chat/completions", {}, {"max_completion_tokens": -1}),
     ("/v1/fim/completions", {"max_tokens": None}, {"max_tokens": -1.0}),
     ("/v1/completions", {"logprobs": None}, {"logprobs": False}),
-    ("/v1/completions", {}, {"store": True, "metadata": {"a": 1}, "service_tier": "priority", "user": 5, "verbosity": "low"}),
-    ("/v1/chat/completions", {}, {"prediction": {"type": "content", "content": "x"}, "prompt_cache_retention": "24h"}),
+    (
+        "/v1/completions",
+        {},
+        {
+            "store": True,
+            "metadata": {"a": 1},
+            "service_tier": "priority",
+            "user": 5,
+            "verbosity": "low",
+        },
+    ),
+    (
+        "/v1/chat/completions",
+        {},
+        {"prediction": {"type": "content", "content": "x"}, "prompt_cache_retention": "24h"},
+    ),
     ("/infill", {"n_predict": None, "max_tokens": 8}, {"max_tokens": 8.0}),
 ]
 
 
 @pytest.fixture(scope="module")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The test tokenizer with marks for the middle and for calls, a post-processor that adds a BOS, and a chat template."""
+    """The test tokenizer with marks for the middle and for calls, a post-processor that adds a BOS,
+    and a chat template.
+    """
     from tokenizers import processors
 
     folder = tmp_path_factory.mktemp("tokenizer")
     tokenizer = make_tokenizer(("<fim_prefix>", "<fim_suffix>", "<fim_middle>"), 261)
     tokenizer.add_special_tokens(["<start_function_call>", "<end_function_call>", "<escape>"])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(
-        CHAT_TEMPLATE + "{{ mood }}{% if enable_thinking is false %}!{% endif %}{{ tools | length if tools else '' }}"
+        CHAT_TEMPLATE
+        + "{{ mood }}{% if enable_thinking is false %}!{% endif %}{{ tools | length if tools else "
+        "'' }}"
     )
     return folder
 
 
 async def observe(folder: Path, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-    """Status, and everything that a client or the engine can see of a request, without what differs each time."""
-    engine = FakeEngine(ready=msgspec.structs.replace(READY, vocab_size=264, capacity=512), end_rate=0.1)
+    """Status, and everything that a client or the engine can see of a request, without what differs
+    each time.
+    """
+    engine = FakeEngine(
+        ready=msgspec.structs.replace(READY, vocab_size=264, capacity=512), end_rate=0.1
+    )
     served: Served = serve(folder, engine)
     while not served.client.admission.accepting:
         await asyncio.sleep(0)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(served.app), base_url="http://test") as client:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(served.app), base_url="http://test"
+    ) as client:
         response = await client.post(path, json=body)
     if re.search('"id":"(cmpl|chatcmpl)-mine"', response.text):
         return response.status_code, ("the id that was asked for", [])
-    text = re.sub(r'"(id|seed|prompt_(?:per_)?(?:token_)?(?:ms|second)|created|predicted_\w+)":("[^"]*"|[0-9.e+-]+)', "", response.text)
+    text = re.sub(
+        r'"(id|seed|prompt_(?:per_)?(?:token_)?(?:ms|second)|created|predicted_\w+)":("[^"]*"|[0-9.e+-]+)',
+        "",
+        response.text,
+    )
     seeded = body.get("seed", body.get("parameters", {}).get("seed")) is not None
     submits = []
     for submit in engine.submits:
         sampling = submit.sampling if seeded else replace(submit.sampling, seed=0)
         # The fake engine goes on with a submission's own output.
-        submits.append(msgspec.structs.asdict(msgspec.structs.replace(submit, sampling=sampling, output=[], request="")))
+        submits.append(
+            msgspec.structs.asdict(
+                msgspec.structs.replace(submit, sampling=sampling, output=[], request="")
+            )
+        )
     return response.status_code, (text, submits)
 
 
@@ -417,9 +486,13 @@ def in_place(schema: type[BaseModel], body: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("schema", "field"), [(schema, field) for schema in bodies() for field in CASES[schema][2]], ids=lambda x: getattr(x, "__name__", x)
+    ("schema", "field"),
+    [(schema, field) for schema in bodies() for field in CASES[schema][2]],
+    ids=lambda x: getattr(x, "__name__", x),
 )
-async def test_the_field_changes_something(tokenizer_folder: Path, schema: type[BaseModel], field: str) -> None:
+async def test_the_field_changes_something(
+    tokenizer_folder: Path, schema: type[BaseModel], field: str
+) -> None:
     path, base, fields = CASES[schema]
     besides, value = fields[field]
     before = await observe(tokenizer_folder, path, in_place(schema, base | besides))
@@ -431,46 +504,70 @@ async def test_the_field_changes_something(tokenizer_folder: Path, schema: type[
 
 
 @pytest.mark.parametrize(
-    ("schema", "field"), [(schema, field) for schema in bodies() for field in HARMLESS[schema]], ids=lambda x: getattr(x, "__name__", x)
+    ("schema", "field"),
+    [(schema, field) for schema in bodies() for field in HARMLESS[schema]],
+    ids=lambda x: getattr(x, "__name__", x),
 )
-async def test_the_harmless_field_changes_nothing(tokenizer_folder: Path, schema: type[BaseModel], field: str) -> None:
+async def test_the_harmless_field_changes_nothing(
+    tokenizer_folder: Path, schema: type[BaseModel], field: str
+) -> None:
     path, base, _ = CASES[schema]
     before = await observe(tokenizer_folder, path, in_place(schema, base))
-    after = await observe(tokenizer_folder, path, in_place(schema, base | {field: HARMLESS[schema][field]}))
+    after = await observe(
+        tokenizer_folder, path, in_place(schema, base | {field: HARMLESS[schema][field]})
+    )
     assert before == after and after[0] == 200
 
 
 @pytest.mark.parametrize(("path", "extra"), NOT_HARMLESS, ids=str)
-async def test_it_is_harmless_at_no_other_value(tokenizer_folder: Path, path: str, extra: dict[str, Any]) -> None:
+async def test_it_is_harmless_at_no_other_value(
+    tokenizer_folder: Path, path: str, extra: dict[str, Any]
+) -> None:
     base = next(base for other, base, _ in CASES.values() if other == path)
     status, (text, submits) = await observe(tokenizer_folder, path, base | extra)
     assert status == 400 and [*extra][-1] in text and submits == []
 
 
 @pytest.mark.parametrize("schema", bodies(), ids=lambda schema: schema.__name__)
-async def test_an_unknown_field_that_is_null_changes_nothing(tokenizer_folder: Path, schema: type[BaseModel]) -> None:
+async def test_an_unknown_field_that_is_null_changes_nothing(
+    tokenizer_folder: Path, schema: type[BaseModel]
+) -> None:
     path, base, _ = CASES[schema]
-    nulls: dict[str, Any] = {"streem": None, "reasoning_effort": None} | dict.fromkeys(CASES[schema][2].keys() - base.keys())
+    nulls: dict[str, Any] = {"streem": None, "reasoning_effort": None} | dict.fromkeys(
+        CASES[schema][2].keys() - base.keys()
+    )
     before = await observe(tokenizer_folder, path, in_place(schema, base))
-    assert before == await observe(tokenizer_folder, path, in_place(schema, base | nulls)) and before[0] == 200
+    assert (
+        before == await observe(tokenizer_folder, path, in_place(schema, base | nulls))
+        and before[0] == 200
+    )
 
 
 @pytest.mark.parametrize(("path", "besides", "extra"), SAME_AS_ABSENT, ids=str)
-async def test_the_value_is_the_same_as_none(tokenizer_folder: Path, path: str, besides: dict[str, Any], extra: dict[str, Any]) -> None:
+async def test_the_value_is_the_same_as_none(
+    tokenizer_folder: Path, path: str, besides: dict[str, Any], extra: dict[str, Any]
+) -> None:
     base = next(base for other, base, _ in CASES.values() if other == path) | besides
     before = await observe(tokenizer_folder, path, base)
     assert before == await observe(tokenizer_folder, path, base | extra) and before[0] == 200
 
 
 async def test_a_number_of_tokens_may_be_without_limit(tokenizer_folder: Path) -> None:
-    before = await observe(tokenizer_folder, "/v1/completions", {"prompt": "def f", "temperature": 0})
-    after = await observe(tokenizer_folder, "/v1/completions", {"prompt": "def f", "temperature": 0, "max_tokens": -1})
+    before = await observe(
+        tokenizer_folder, "/v1/completions", {"prompt": "def f", "temperature": 0}
+    )
+    after = await observe(
+        tokenizer_folder, "/v1/completions", {"prompt": "def f", "temperature": 0, "max_tokens": -1}
+    )
     assert before[1][1][0]["max_new_tokens"] == 16 and after[1][1][0]["max_new_tokens"] > 400
 
 
 async def test_logprobs_may_be_true(tokenizer_folder: Path) -> None:
     base = {"prompt": "def f", **GREEDY}
-    after = [await observe(tokenizer_folder, "/v1/completions", base | {"logprobs": value}) for value in (True, 1)]
+    after = [
+        await observe(tokenizer_folder, "/v1/completions", base | {"logprobs": value})
+        for value in (True, 1)
+    ]
     assert after[0] == after[1] and after[0][0] == 200
 
 
@@ -478,21 +575,29 @@ SEEDED = [CompletionBody, ChatBody, FimBody, InfillBody, LlamaCppCompletionBody,
 
 
 @pytest.mark.parametrize("schema", SEEDED, ids=lambda schema: schema.__name__)
-async def test_a_seed_of_minus_one_is_drawn_for_each_request(tokenizer_folder: Path, schema: type[BaseModel]) -> None:
+async def test_a_seed_of_minus_one_is_drawn_for_each_request(
+    tokenizer_folder: Path, schema: type[BaseModel]
+) -> None:
     path, base, _ = CASES[schema]
     seeds = []
     for _ in range(2):
-        status, (_, (submit,)) = await observe(tokenizer_folder, path, in_place(schema, base | {"seed": -1}))
+        status, (_, (submit,)) = await observe(
+            tokenizer_folder, path, in_place(schema, base | {"seed": -1})
+        )
         assert status == 200
         seeds.append(submit["sampling"].seed)
     assert seeds[0] != seeds[1] and min(seeds) >= 0
 
 
 @pytest.mark.parametrize("schema", bodies(), ids=lambda schema: schema.__name__)
-async def test_a_misspelt_field_is_refused_by_name(tokenizer_folder: Path, schema: type[BaseModel]) -> None:
+async def test_a_misspelt_field_is_refused_by_name(
+    tokenizer_folder: Path, schema: type[BaseModel]
+) -> None:
     path, base, _ = CASES[schema]
     name = next(iter(base))
     misspelt = f"{name[:-2]}{name[-1]}{name[-2]}"
-    status, (text, submits) = await observe(tokenizer_folder, path, in_place(schema, {misspelt: 1} | base))
+    status, (text, submits) = await observe(
+        tokenizer_folder, path, in_place(schema, {misspelt: 1} | base)
+    )
     assert status in (400, 422) and submits == []
     assert re.search(rf"{misspelt}` is not a known field; did you mean `{name}`", text), text

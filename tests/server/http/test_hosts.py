@@ -1,4 +1,6 @@
-"""The Host header decides whether a request is answered, where a page of another host could reach the server by DNS rebinding."""
+"""The Host header decides whether a request is answered, where a page of another host could reach
+the server by DNS rebinding.
+"""
 
 import hashlib
 from collections.abc import Iterator
@@ -82,18 +84,32 @@ def served(embedded_folder: Path) -> Iterator[ServerProcess]:
 @pytest.mark.parametrize("method", ["GET", "OPTIONS"])
 def test_an_absolute_target_names_no_other_host(served: ServerProcess, method: str) -> None:
     """It takes the place of the header (RFC 9112, section 3.2.2)."""
-    for authority in ("evil.example", "evil.example:8000", "192.168.0.1", "user@localhost", "localhost?a", "localhost:1", ""):
+    for authority in (
+        "evil.example",
+        "evil.example:8000",
+        "192.168.0.1",
+        "user@localhost",
+        "localhost?a",
+        "localhost:1",
+        "",
+    ):
         reply = ask(served, f"{method} http://{authority}/live?a=http://localhost/", "localhost")
         assert reply.status == 400 and b"invalid_host" in reply.body, authority
     assert ask(served, f"{method} http://evil.example/live", "evil.example").status == 403
     for authority in ("localhost", "127.0.0.1:1", "LLM.example"):
-        assert ask(served, f"{method} http://{authority}/live?a=http://evil.example/", authority).status in (200, 405)
+        assert ask(
+            served, f"{method} http://{authority}/live?a=http://evil.example/", authority
+        ).status in (200, 405)
     assert ask(served, f"{method} /live?a=http://evil.example/", "localhost").status in (200, 405)
     assert ask(served, f"{method} /live?a=http://localhost/", "evil.example").status == 403
 
 
 def ask(server: ServerProcess, route: str, host: str) -> Reply:
-    reply = exchange(server.port, f"{route} HTTP/1.1\r\nhost: {host}\r\nauthorization: Bearer key\r\nconnection: close\r\n\r\n".encode())
+    reply = exchange(
+        server.port,
+        f"{route} HTTP/1.1\r\nhost: {host}\r\nauthorization: Bearer key\r\nconnection: "
+        "close\r\n\r\n".encode(),
+    )
     assert reply is not None
     return reply
 
@@ -102,7 +118,13 @@ def ask(server: ServerProcess, route: str, host: str) -> Reply:
 def test_every_route_refuses_before_the_body(served: ServerProcess, route: str) -> None:
     for host in ("evil.example:8000", "192.168.0.1"):
         # The body that is announced never comes: the answer does not wait for it.
-        reply = ask(served, route, f"{host}\r\ncontent-type: application/json\r\ncontent-length: 99" if "POST" in route else host)
+        reply = ask(
+            served,
+            route,
+            f"{host}\r\ncontent-type: application/json\r\ncontent-length: 99"
+            if "POST" in route
+            else host,
+        )
         assert reply.status == 403, reply
         assert b"server.allowed_hosts" in reply.body and host.encode() in reply.body
     for host in ("localhost", f"127.0.0.1:{served.port}", "LLM.example:443"):

@@ -1,9 +1,12 @@
-"""Keys: the file is strict, is read again whole or not at all, and no message repeats a key or a digest."""
+"""Keys: the file is strict, is read again whole or not at all, and no message repeats a key or a
+digest.
+"""
 
 import asyncio
 import hashlib
 import logging
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -32,12 +35,21 @@ def names(terms: dict[str, Terms] | None) -> dict[str, str]:
 
 def test_names_by_digest(tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
-    file.write_text(table("editor", "one") + table("ci.bot-2", "two").replace(digest("two"), digest("two").upper()))
+    file.write_text(
+        table("editor", "one")
+        + table("ci.bot-2", "two").replace(digest("two"), digest("two").upper())
+    )
     assert names(read_keys(file)) == {digest("one"): "editor", digest("two"): "ci.bot-2"}
-    given = load(ServeSettings, ["--server.api_keys_file", str(file)], "onehead serve").server.api_keys_file
+    given = load(
+        ServeSettings, ["--server.api_keys_file", str(file)], "onehead serve"
+    ).server.api_keys_file
     assert given == file
     keys = Keys([digest("three")], file)
-    assert names(keys.terms) == {digest("one"): "editor", digest("two"): "ci.bot-2", digest("three"): ""}
+    assert names(keys.terms) == {
+        digest("one"): "editor",
+        digest("two"): "ci.bot-2",
+        digest("three"): "",
+    }
     assert Keys((), None).terms is None
 
 
@@ -51,16 +63,27 @@ def test_names_by_digest(tmp_path: Path) -> None:
         ("[[key]]\nname = 'a'\n", "key.0.sha256: Field required"),
         (f"[[key]]\nsha256 = '{digest('secret')}'\n", "key.0.name: Field required"),
         ("[[key]]\nname = 'a'\nsha256 = 'secret'\n", "sha256sum"),
-        (table("a", "one") + table("a", "secret"), "a and a must each have a name and a sha256 of their own"),
-        (table("a", "secret") + table("b", "secret"), "a and b must each have a name and a sha256 of their own"),
+        (
+            table("a", "one") + table("a", "secret"),
+            "a and a must each have a name and a sha256 of their own",
+        ),
+        (
+            table("a", "secret") + table("b", "secret"),
+            "a and b must each have a name and a sha256 of their own",
+        ),
         (table("a b", "one"), "key.0.name"),
-        (table("a", "one") + "weight = 0\n", "key.0.weight: Input should be greater than or equal to 0.01"),
+        (
+            table("a", "one") + "weight = 0\n",
+            "key.0.weight: Input should be greater than or equal to 0.01",
+        ),
         (table("a", "one") + "requests_per_minute = 0\n", "key.0.requests_per_minute"),
         (table("a", "one") + "max_running = 1.5\n", "key.0.max_running"),
         (table("a", "one") + "priority = -1\n", "key.0.priority"),
     ],
 )
-def test_a_file_that_is_not_right_is_refused_without_its_secrets(content: str, message: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_right_is_refused_without_its_secrets(
+    content: str, message: str, tmp_path: Path
+) -> None:
     file = tmp_path / "keys.toml"
     file.write_bytes(content.encode("latin-1"))
     with pytest.raises(ConfigurationError) as error:
@@ -69,7 +92,9 @@ def test_a_file_that_is_not_right_is_refused_without_its_secrets(content: str, m
     assert "secret" not in str(error.value) and digest("secret") not in str(error.value)
 
 
-def test_a_file_that_cannot_be_read_again_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_cannot_be_read_again_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "keys.toml"
     with pytest.raises(ConfigurationError, match="No such file"):
         Keys((), file)
@@ -80,7 +105,9 @@ def test_a_file_that_cannot_be_read_again_changes_nothing(tmp_path: Path, caplog
         keys.reload()
         assert names(keys.terms) == {digest("one"): "editor"}
     errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-    assert len(errors) == 2 and all("the API keys stay as they were" in error and str(file) in error for error in errors)
+    assert len(errors) == 2 and all(
+        "the API keys stay as they were" in error and str(file) in error for error in errors
+    )
     file.write_text("")
     keys.reload()
     assert keys.terms == {}  # And not None, with which every request would be let in.
@@ -92,12 +119,16 @@ async def test_a_removed_key_is_refused_from_its_next_request_on_and_a_new_name_
     caplog.set_level(logging.INFO)
     file = tmp_path / "keys.toml"
     file.write_text(table("editor", "one") + table("ci", "two"))
-    served = serve(tokenizer_folder, section=ServerSection(api_keys_file=file, api_keys=(digest("three"),)))
+    served = serve(
+        tokenizer_folder, section=ServerSection(api_keys_file=file, api_keys=(digest("three"),))
+    )
     await asyncio.sleep(0)  # The engine becomes ready.
     client, body = Client(served), {"prompt": "abc", "max_tokens": 2}
 
     async def status(key: str) -> int:
-        response = await client.request("POST", "/v1/completions", body, authorization=f"Bearer {key}")
+        response = await client.request(
+            "POST", "/v1/completions", body, authorization=f"Bearer {key}"
+        )
         return int(response.status_code)
 
     assert [await status(key) for key in ("one", "two", "three", "four")] == [200, 200, 200, 401]
@@ -105,23 +136,32 @@ async def test_a_removed_key_is_refused_from_its_next_request_on_and_a_new_name_
     served.app.api_keys.reload()  # type: ignore[attr-defined]
     assert [await status(key) for key in ("one", "two", "three", "four")] == [200, 401, 200, 200]
     salts = [submit.salt for submit in served.engine.submits]
-    assert salts[0] == salts[3] and len(set(salts)) == 4  # What a key computed is found again under its new name.
-    names = [record.fields.get("key") for record in caplog.records if record.name == "onehead.access"]  # type: ignore[attr-defined]
+    assert (
+        salts[0] == salts[3] and len(set(salts)) == 4
+    )  # What a key computed is found again under its new name.
+    records: list[Any] = [record for record in caplog.records if record.name == "onehead.access"]
+    names = [record.fields.get("key") for record in records]
     assert names == ["editor", "ci", None, None, "author", None, None, "new"]
     assert not any(key in caplog.text for key in (digest("one"), digest("two")))
 
 
 async def test_what_a_key_may_is_in_the_file(tokenizer_folder: Path, tmp_path: Path) -> None:
-    """Its weight and bounds go to the engine; `priority` counts against everybody's requests, or is refused."""
+    """Its weight and bounds go to the engine; `priority` counts against everybody's requests, or is
+    refused.
+    """
     file = tmp_path / "keys.toml"
     terms = "weight = 3\nmax_running = 2\nrequests_per_minute = 2\npriority = true\n"
     file.write_text(table("urgent", "one") + terms + table("other", "two"))
-    served = serve(tokenizer_folder, section=ServerSection(api_keys_file=file, api_keys=(digest("three"),)))
+    served = serve(
+        tokenizer_folder, section=ServerSection(api_keys_file=file, api_keys=(digest("three"),))
+    )
     await asyncio.sleep(0)  # The engine becomes ready.
     client, body = Client(served), {"prompt": "abc", "max_tokens": 2, "priority": -1}
 
     async def ask(key: str, **changed: object) -> httpx.Response:
-        return await client.request("POST", "/v1/completions", body | changed, authorization=f"Bearer {key}")
+        return await client.request(
+            "POST", "/v1/completions", body | changed, authorization=f"Bearer {key}"
+        )
 
     assert (await ask("one")).status_code == 200
     assert served.engine.submits[-1].share == Share("urgent", 3.0, 2, -1)
@@ -168,8 +208,15 @@ async def test_tokenizing_counts_against_the_tokens_of_a_key(
     assert [await ask("two") for _ in range(3)] == [status] * 3
 
 
-async def test_without_keys_priority_orders_the_requests_of_one_address(tokenizer_folder: Path) -> None:
+async def test_without_keys_priority_orders_the_requests_of_one_address(
+    tokenizer_folder: Path,
+) -> None:
     served = serve(tokenizer_folder)
     await asyncio.sleep(0)  # The engine becomes ready.
-    await Client(served).request("POST", "/v1/completions", {"prompt": "abc", "max_tokens": 2, "priority": -1})
-    assert served.engine.submits[-1].share == Share("127.0.0.1") and served.engine.submits[-1].priority == -1
+    await Client(served).request(
+        "POST", "/v1/completions", {"prompt": "abc", "max_tokens": 2, "priority": -1}
+    )
+    assert (
+        served.engine.submits[-1].share == Share("127.0.0.1")
+        and served.engine.submits[-1].priority == -1
+    )

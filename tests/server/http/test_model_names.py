@@ -26,24 +26,43 @@ from tests.support.fake_engine import READY, FakeEngine, serve
         ("/srv/@models/small", "small", ("/srv/@models/small", "/srv/@models/small/", "small")),
     ],
 )
-def test_what_model_names_is_served_in_full_and_by_its_last_part(given: str, shown: str, accepted: tuple[str, ...]) -> None:
+def test_what_model_names_is_served_in_full_and_by_its_last_part(
+    given: str, shown: str, accepted: tuple[str, ...]
+) -> None:
     names = ModelNames.of((shown, "alias", "org/alias", "alias"), (given, shown))
     assert names.listed == (shown, "alias", "org/alias")
     for name in (*accepted, None, "", "dummy", "tgi"):
         assert names.resolve(name) == shown
     assert [names.resolve(name) for name in ("alias", "org/alias")] == ["alias", "org/alias"]
-    for other in ("org", "other/name2", "NAME", "alia", ".", "/", "/srv/", "srv", f"{given} ", "v1"):
+    for other in (
+        "org",
+        "other/name2",
+        "NAME",
+        "alia",
+        ".",
+        "/",
+        "/srv/",
+        "srv",
+        f"{given} ",
+        "v1",
+    ):
         with pytest.raises(NotFound, match=f"this server has '{shown}', 'alias'"):
             names.resolve(other)
 
 
 def test_a_name_of_its_own_keeps_those_that_model_gave() -> None:
     names = ModelNames.of(("mine",), ("org/name@v1", "org/name"))
-    assert names.listed == ("mine",) and names.resolve("org/name") == names.resolve("name") == "mine"
+    assert (
+        names.listed == ("mine",) and names.resolve("org/name") == names.resolve("name") == "mine"
+    )
 
 
 def test_the_option_is_a_list_and_what_was_given_outlives_the_folder_that_it_is_found_in() -> None:
-    settings = load(ServeSettings, ["--model", "org/name", "--server.served_model_names", "a,b/c"], "onehead serve")
+    settings = load(
+        ServeSettings,
+        ["--model", "org/name", "--server.served_model_names", "a,b/c"],
+        "onehead serve",
+    )
     found = settings.found_in(Path("/cache/models--org--name/snapshots/1"))
     assert settings.server.served_model_names == ("a", "b/c")
     assert (str(found.model), found.given, found.found_in(Path("/x")).given) == (
@@ -72,46 +91,95 @@ def test_the_url_of_the_endpoint_is_the_model(url: str, host: str) -> None:
     for other in (None, "", "other.example", f"{host}0", f"x{host}"):
         with pytest.raises(NotFound):
             names.resolve(url, other)
-    for name in (host, f"ftp://{host}", f"http:/{host}", f"http://{host}@other.example/", f"http://x@{host}"):
+    for name in (
+        host,
+        f"ftp://{host}",
+        f"http:/{host}",
+        f"http://{host}@other.example/",
+        f"http://x@{host}",
+    ):
         with pytest.raises(NotFound):
             names.resolve(name, host)
 
 
-async def test_the_routes_of_one_model_ignore_its_name_and_those_of_openai_check_it_last(tmp_path: Path) -> None:
-    make_tokenizer(("<fim_prefix>", "<fim_suffix>", "<fim_middle>"), 261).save(str(tmp_path / "tokenizer.json"))
+async def test_the_routes_of_one_model_ignore_its_name_and_those_of_openai_check_it_last(
+    tmp_path: Path,
+) -> None:
+    make_tokenizer(("<fim_prefix>", "<fim_suffix>", "<fim_middle>"), 261).save(
+        str(tmp_path / "tokenizer.json")
+    )
     (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     names = ModelNames.of(("org/name", "alias"), ("org/name",))
-    served = serve(tmp_path, FakeEngine(msgspec.structs.replace(READY, vocab_size=261, max_context=512, capacity=512)), names=names)
+    served = serve(
+        tmp_path,
+        FakeEngine(msgspec.structs.replace(READY, vocab_size=261, max_context=512, capacity=512)),
+        names=names,
+    )
     while not served.client.admission.accepting:
         await asyncio.sleep(0)
     inputs: dict[str, Any]
-    inputs, messages = {"inputs": "a", "parameters": {"max_new_tokens": 2}}, [{"role": "user", "content": "a"}]
-    openai: dict[str, Any] = {"/v1/completions": {"prompt": "a"}, "/v1/chat/completions": {"messages": messages, "max_tokens": 2}}
-    openai |= {path: {"prompt": "a", "max_tokens": 2} for path in ("/v1/fim/completions", "/fim/completions")}
-    openai |= {"/v1/decisions": {"input": "a", "questions": [{"type": "predicate", "instructions": "b"}]}}
+    inputs, messages = (
+        {"inputs": "a", "parameters": {"max_new_tokens": 2}},
+        [{"role": "user", "content": "a"}],
+    )
+    openai: dict[str, Any] = {
+        "/v1/completions": {"prompt": "a"},
+        "/v1/chat/completions": {"messages": messages, "max_tokens": 2},
+    }
+    openai |= {
+        path: {"prompt": "a", "max_tokens": 2}
+        for path in ("/v1/fim/completions", "/fim/completions")
+    }
+    openai |= {
+        "/v1/decisions": {"input": "a", "questions": [{"type": "predicate", "instructions": "b"}]}
+    }
     openai |= {"/v1/systemone": {"state": "a", "questions": {"q": {"type": "noul"}}}}
-    tokens = {"/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [5]}, "/apply-template": {"messages": messages}}
-    tokens |= {f"{path}/render": openai[path] for path in ("/v1/completions", "/v1/chat/completions")}
-    of_one_model = {"/": inputs, "/generate": inputs, "/generate_stream": inputs, "/completion": {"prompt": "a", "n_predict": 2}}
-    of_one_model |= {"/tokenize": inputs, "/infill": {"input_prefix": "a", "input_suffix": "b", "n_predict": 2}}
+    tokens = {
+        "/tokenize": {"prompt": "a"},
+        "/detokenize": {"tokens": [5]},
+        "/apply-template": {"messages": messages},
+    }
+    tokens |= {
+        f"{path}/render": openai[path] for path in ("/v1/completions", "/v1/chat/completions")
+    }
+    of_one_model = {
+        "/": inputs,
+        "/generate": inputs,
+        "/generate_stream": inputs,
+        "/completion": {"prompt": "a", "n_predict": 2},
+    }
+    of_one_model |= {
+        "/tokenize": inputs,
+        "/infill": {"input_prefix": "a", "input_suffix": "b", "n_predict": 2},
+    }
     posted = {route.path for route in served.app.table.routes if "POST" in route.methods}
     assert posted == openai.keys() | tokens.keys() | of_one_model.keys()
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(served.app), base_url="http://test") as client:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(served.app), base_url="http://test"
+    ) as client:
         for path, body in of_one_model.items():
             for name in ("http://127.0.0.1:8000", "", "gpt-4", None):
-                assert (await client.post(path, json=body | {"model": name})).status_code == 200, path
+                assert (await client.post(path, json=body | {"model": name})).status_code == 200, (
+                    path
+                )
         for path, body in (openai | tokens).items():
             for name in ("org/name", "name", "alias", "", None, "tgi"):
                 answer = await client.post(path, json=body | {"model": name})
                 value = answer.json()
                 shown = value[0] if isinstance(value, list) else value
-                assert answer.status_code == 200 and shown.get("model", "org/name") == "org/name", answer.text
-            assert (await client.post(path, json=body | {"model": "http://test/v1"})).status_code == 200
+                assert answer.status_code == 200 and shown.get("model", "org/name") == "org/name", (
+                    answer.text
+                )
+            assert (
+                await client.post(path, json=body | {"model": "http://test/v1"})
+            ).status_code == 200
             answer = await client.post(path, json=body | {"model": "http://other.test/v1"})
             assert answer.status_code == 404
             answer = await client.post(path, json=body | {"model": "gpt-4"})
             assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
-            assert (await client.post(path, json=body | {"model": "gpt-4", "modl": 1})).status_code == 400
+            assert (
+                await client.post(path, json=body | {"model": "gpt-4", "modl": 1})
+            ).status_code == 400
         listed = (await client.get("/v1/models")).json()
         assert (await client.get("/v1/models/")).json() == listed
         assert [model["id"] for model in listed["data"]] == ["org/name", "alias"]

@@ -1,4 +1,6 @@
-"""/monitor over HTTP: keys, limits, the option that turns it off, viewers that do not read, the end of a drain."""
+"""/monitor over HTTP: keys, limits, the option that turns it off, viewers that do not read, the end
+of a drain.
+"""
 
 import json
 import signal
@@ -34,7 +36,9 @@ async def test_a_key_is_needed_where_there_are_any(tokenizer_folder: Path) -> No
     served = serve(tokenizer_folder, section=ServerSection.model_validate({"api_keys": KEY_HASHES}))
     async with http_of(served) as http:
         assert [(await http.get(path)).status_code for path in PATHS] == [401, 401]
-        assert (await http.get("/monitor/cache", headers={"authorization": f"Bearer {KEYS[0]}"})).status_code == 200
+        assert (
+            await http.get("/monitor/cache", headers={"authorization": f"Bearer {KEYS[0]}"})
+        ).status_code == 200
 
 
 async def test_the_option_turns_it_off(tokenizer_folder: Path) -> None:
@@ -42,14 +46,22 @@ async def test_the_option_turns_it_off(tokenizer_folder: Path) -> None:
         assert [(await http.get(path)).status_code for path in PATHS] == [404, 404]
 
 
-async def test_one_viewer_too_many_is_refused(tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_viewer_too_many_is_refused(
+    tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(watching, "MAX_VIEWERS", 0)
     async with http_of(serve(tokenizer_folder)) as http:
         refused = await http.get("/monitor")
-        assert refused.status_code == 429 and refused.headers["retry-after"] and refused.json()["error_type"] == "overloaded"
+        assert (
+            refused.status_code == 429
+            and refused.headers["retry-after"]
+            and refused.json()["error_type"] == "overloaded"
+        )
 
 
-async def test_a_dump_needs_an_engine(tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_dump_needs_an_engine(
+    tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(monitor, "DUMP_SECONDS", 0.01)
     served = serve(tokenizer_folder, FakeEngine(defer=lambda call: None))
     async with http_of(served) as http:
@@ -108,15 +120,24 @@ def dump_of(server: ServerProcess) -> dict[str, Any]:
 
 
 def test_viewers_see_requests_a_new_engine_and_the_end_of_a_drain() -> None:
-    """Each has the engine's state; the drain waits for none of them, and each response ends as it should."""
+    """Each has the engine's state; the drain waits for none of them, and each response ends as it
+    should.
+    """
     with ServerProcess(None, *SMALL, stderr=None) as server:
         watching = [Watching(server.port) for _ in range(4)]
         for viewer in watching:
             viewer.wait(lambda viewer=viewer: viewer.num_stats and viewer.cache.cells)
-        streams = [server.stream(f"def f{number}", max_new_tokens=150, ignore_eos=True) for number in range(4)]
+        streams = [
+            server.stream(f"def f{number}", max_new_tokens=150, ignore_eos=True)
+            for number in range(4)
+        ]
         for viewer in watching:
             viewer.wait(lambda viewer=viewer: viewer.cache.sequences)
-        assert any(viewer.agrees(dump) for dump in (dump_of(server), dump_of(server)) for viewer in watching)
+        assert any(
+            viewer.agrees(dump)
+            for dump in (dump_of(server), dump_of(server))
+            for viewer in watching
+        )
         kill(server.engine_pid)
         for viewer in watching:
             viewer.wait(lambda viewer=viewer: viewer.cache.engine == 1)
@@ -131,7 +152,9 @@ def test_viewers_see_requests_a_new_engine_and_the_end_of_a_drain() -> None:
 
 def test_a_viewer_that_stops_reading_costs_bounded_memory() -> None:
     """It gets the last state when it reads again."""
-    with ServerProcess(None, *SMALL, constants={"server.http.connection.WRITE_SECONDS": 600}, stderr=None) as server:
+    with ServerProcess(
+        None, *SMALL, constants={"server.http.connection.WRITE_SECONDS": 600}, stderr=None
+    ) as server:
         stuck = []
         for _ in range(8):
             one = socket.socket()

@@ -1,4 +1,6 @@
-"""Answers made in pieces: the JSON of JSONResponse, made when it is needed, with the event loop running in between."""
+"""Answers made in pieces: the JSON of JSONResponse, made when it is needed, with the event loop
+running in between.
+"""
 
 import asyncio
 import json
@@ -30,7 +32,10 @@ def test_the_value_is_that_of_a_json_response(value: Any) -> None:
 @pytest.mark.parametrize("count", [0, 1, module.ROWS, module.ROWS + 1, 10 * module.ROWS])
 def test_an_iterator_is_an_array_and_a_function_its_result(count: int) -> None:
     rows = [{"id": i, "text": "é"} for i in range(count)]
-    lazy = {"rows": iter(rows), "choices": [lambda i=i: {"index": i, "tokens": iter(range(count))} for i in range(3)]}
+    lazy = {
+        "rows": iter(rows),
+        "choices": [lambda i=i: {"index": i, "tokens": iter(range(count))} for i in range(3)],
+    }
     plain = {"rows": rows, "choices": [{"index": i, "tokens": [*range(count)]} for i in range(3)]}
     assert b"".join(pieces(lazy)) == JSONResponse(plain).body
 
@@ -103,5 +108,7 @@ async def test_others_run_while_answers_are_made(monkeypatch: pytest.MonkeyPatch
     watching = asyncio.create_task(watch())
     found = await asyncio.gather(*(answers.response({"a": rows()}) for _ in range(5)))
     watching.cancel()
-    assert {response.body for response in found} == {JSONResponse({"a": [*range(20 * module.ROWS)]}).body}
+    assert {response.body for response in found} == {
+        JSONResponse({"a": [*range(20 * module.ROWS)]}).body
+    }
     assert turns >= 5 * 20 and most <= 2 * module.ROWS

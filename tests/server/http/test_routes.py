@@ -1,4 +1,6 @@
-"""The route table decides who may call a route and whether it generates; a route that it lacks is refused at start."""
+"""The route table decides who may call a route and whether it generates; a route that it lacks is
+refused at start.
+"""
 
 import asyncio
 import hashlib
@@ -67,7 +69,9 @@ def test_a_path_that_the_table_lacks_is_refused_at_start() -> None:
         table.check(app)
 
 
-async def test_a_route_that_generates_without_being_declared_to_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_route_that_generates_without_being_declared_to_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     declared = TgiRoutes.routes
 
     def routes(self: TgiRoutes) -> list[Route]:
@@ -87,24 +91,33 @@ async def test_a_route_that_generates_without_being_declared_to_is_an_error(tmp_
 
 
 async def test_every_route_that_generates_does_it_as_the_caller_of_its_key(tmp_path: Path) -> None:
-    served = await make(tmp_path, api_keys=[hashlib.sha256(key.encode()).hexdigest() for key in KEYS.values()])
+    served = await make(
+        tmp_path, api_keys=[hashlib.sha256(key.encode()).hexdigest() for key in KEYS.values()]
+    )
     generating = {route.path for route in served.app.table.routes if route.generates}
     assert generating == BODIES.keys()
     async with client_of(served) as client:
         for path in sorted(generating):
             salts = []
             for key in KEYS.values():
-                answer = await client.post(path, json=BODIES[path], headers={"authorization": f"Bearer {key}"})
+                answer = await client.post(
+                    path, json=BODIES[path], headers={"authorization": f"Bearer {key}"}
+                )
                 assert answer.status_code == 200, answer.text
                 salts.append(served.engine.submits[-1].salt)
-            assert [salt.partition(":")[0] for salt in salts] == [hashlib.sha256(key.encode()).hexdigest() for key in KEYS.values()], path
+            assert [salt.partition(":")[0] for salt in salts] == [
+                hashlib.sha256(key.encode()).hexdigest() for key in KEYS.values()
+            ], path
 
 
 async def test_a_path_has_the_access_and_the_dialect_of_its_route(tmp_path: Path) -> None:
     table = (await make(tmp_path)).app.table
     public = {route.path for route in table.routes if route.access is Access.PUBLIC}
     assert public == {"/live", "/ready", "/health", "/ping", "/", "/ui/{name:path}"}
-    assert [table.find("/", method).access for method in ("GET", "HEAD", "POST", "PUT")] == [*[Access.PUBLIC] * 2, *[Access.API_KEY] * 2]
+    assert [table.find("/", method).access for method in ("GET", "HEAD", "POST", "PUT")] == [
+        *[Access.PUBLIC] * 2,
+        *[Access.API_KEY] * 2,
+    ]
     for path, dialect in {
         "/generate": Dialect.TGI,
         "/infill": Dialect.OPENAI,
@@ -115,4 +128,8 @@ async def test_a_path_has_the_access_and_the_dialect_of_its_route(tmp_path: Path
     }.items():
         assert table.dialect(path) is dialect, path
     found = table.find("/v1/models/org/name")
-    assert found is not None and found.path == "/v1/models/{name:path}" and table.find("/nothing") is None
+    assert (
+        found is not None
+        and found.path == "/v1/models/{name:path}"
+        and table.find("/nothing") is None
+    )

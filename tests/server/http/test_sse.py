@@ -12,7 +12,13 @@ from server.generation.arrivals import SLICE_SECONDS, Arrivals, Wake
 from server.http.exchange import exchange_of
 from server.http.sse import MAX_EVENTS_PER_WRITE, EventResponse, event
 
-SCOPE: dict[str, Any] = {"type": "http", "asgi": {"spec_version": "2.4"}, "method": "POST", "path": "/", "headers": []}
+SCOPE: dict[str, Any] = {
+    "type": "http",
+    "asgi": {"spec_version": "2.4"},
+    "method": "POST",
+    "path": "/",
+    "headers": [],
+}
 
 
 def test_an_event_is_one_data_line_whatever_the_text() -> None:
@@ -96,7 +102,9 @@ async def test_a_client_that_leaves_while_a_write_is_paused_closes_the_stream_at
         if message["type"] == "http.response.body":
             await asyncio.Event().wait()
 
-    task = asyncio.create_task(EventResponse(Endless(), lambda: closed.append(True), {}, 15.0)(SCOPE, never, paused))
+    task = asyncio.create_task(
+        EventResponse(Endless(), lambda: closed.append(True), {}, 15.0)(SCOPE, never, paused)
+    )
     await asyncio.sleep(0.01)
     assert closed == []
     task.cancel()
@@ -118,13 +126,19 @@ async def test_a_comment_in_every_silence_and_none_before_the_start_or_behind_th
     await asyncio.sleep(0.1)
     assert sent[0]["type"] == "http.response.start" and (b"x-name", b"value") in sent[0]["headers"]
     bodies = [message["body"] for message in sent[1:]]
-    assert bodies[-1] == b"" and [body for body in bodies if body.startswith(b"data")] == [event({"n": 1}), event({"n": 2})]
+    assert bodies[-1] == b"" and [body for body in bodies if body.startswith(b"data")] == [
+        event({"n": 1}),
+        event({"n": 2}),
+    ]
     assert set(bodies) == {event({"n": 1}), event({"n": 2}), b": keep-alive\n\n", b""}
-    # At least two in each silence of 0.1 s, unless the machine is very busy, and never two without a pause between them.
+    # At least two in each silence of 0.1 s, unless the machine is very busy, and never two without
+    # a pause between them.
     assert 2 <= bodies.count(b": keep-alive\n\n") <= 8
 
 
-async def test_what_has_come_is_written_by_the_call_that_says_so_unless_the_client_does_not_keep_up() -> None:
+async def test_what_has_come_is_written_by_the_call_that_says_so_unless_the_client_does_not_keep_up() -> (  # noqa: E501
+    None
+):
     source, sent = Given(), list[bytes]()
     scope = SCOPE | {}
     chunks = Parts(sent)
@@ -177,7 +191,9 @@ async def test_an_error_in_what_has_come_ends_the_response() -> None:
     def take() -> list[bytes]:
         raise ValueError("nothing to take")
 
-    task = asyncio.create_task(EventResponse(source, lambda: closed.append(True), {}, 15.0)(scope, never, send))
+    task = asyncio.create_task(
+        EventResponse(source, lambda: closed.append(True), {}, 15.0)(scope, never, send)
+    )
     await asyncio.sleep(0.01)
     source.take = take  # type: ignore[method-assign]
     source.give(event({"n": 1}))  # Raises nothing: it may be called for several responses.
@@ -186,7 +202,9 @@ async def test_an_error_in_what_has_come_ends_the_response() -> None:
     assert "nothing to take" in repr(raised.value) and closed == [True]
 
 
-async def test_an_error_of_one_stream_leaves_the_others_theirs(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_error_of_one_stream_leaves_the_others_theirs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     arrivals, told = Arrivals(), list[int]()
     arrivals.add(lambda: told.append(1))
     arrivals.add(lambda: told.append(1 // 0))

@@ -1,6 +1,8 @@
-"""Resumable streams: a reader gets each event after its last one exactly once, wherever connections were cut, and only of its own streams.
+"""Resumable streams: a reader gets each event after its last one exactly once, wherever connections
+were cut, and only of its own streams.
 
-The first tests use the buffer alone, the others the routes of the real application over a fake engine that computes a hash.
+The first tests use the buffer alone, the others the routes of the real application over a fake
+engine that computes a hash.
 """
 
 import asyncio
@@ -102,7 +104,12 @@ def test_memory_is_taken_from_those_that_ended_first() -> None:
     for stream in streams:
         for _ in range(3):
             store.append(stream, bytes(36))
-    assert store.num_bytes == 1000 and [len(stream.after(0)[1]) for stream in streams] == [3, 3, 3, 1]
+    assert store.num_bytes == 1000 and [len(stream.after(0)[1]) for stream in streams] == [
+        3,
+        3,
+        3,
+        1,
+    ]
     store.end(streams[1], 1.0)
     store.append(streams[0], bytes(36))
     assert store.num_bytes == 800 and len(streams[0].after(0)[1]) == 4
@@ -119,7 +126,9 @@ def test_ended_streams_expire_and_unread_ones_are_stopped() -> None:
     readers = [store.attach(stream, 0, lambda: None) for stream in (first, second, third)]
     for now, reader in enumerate(readers):
         store.detach(reader, float(now))
-    assert len(reasons["first"]) == 1 and store.num_detached == 3, "one too many: the longest without a reader goes"
+    assert len(reasons["first"]) == 1 and store.num_detached == 3, (
+        "one too many: the longest without a reader goes"
+    )
     store.end(first, 5.0)
     store.sweep(30.9)
     store.sweep(31.5)
@@ -152,7 +161,11 @@ def test_the_client_with_most_streams_without_a_reader_loses_one() -> None:
     for number in range(40):
         leave("other", 100.0 + number)
     assert set(cancelled) == {"hog", "other"} and store.num_detached == 64
-    assert Counter(buffer.client for buffer in store._detached()) == {"victim": 1, "hog": 31, "other": 32}
+    assert Counter(buffer.client for buffer in store._detached()) == {
+        "victim": 1,
+        "hog": 31,
+        "other": 32,
+    }
 
 
 @pytest.mark.parametrize("ended", [True, False])
@@ -171,7 +184,11 @@ def test_memory_is_taken_from_the_client_that_has_most(ended: bool) -> None:
             store.end(stream, 1.0)
     for _ in range(5):
         store.append(runs, bytes(36))
-    assert store.find(done.id, "me") is done and len(done.after(0)[1]) == 3 and len(runs.after(0)[1]) == 5
+    assert (
+        store.find(done.id, "me") is done
+        and len(done.after(0)[1]) == 3
+        and len(runs.after(0)[1]) == 5
+    )
     assert store.num_bytes == sum(store._bytes.values()) <= 2000
     for stream in (done, runs, *hog):
         if stream.id in store._streams and not stream.ended:
@@ -183,7 +200,9 @@ def test_memory_is_taken_from_the_client_that_has_most(ended: bool) -> None:
 @pytest.fixture
 async def served(tokenizer_folder: Path) -> Served:
     digests = ",".join(hashlib.sha256(key.encode()).hexdigest() for key in KEYS)
-    served = serve(tokenizer_folder, FakeEngine(), ServerSection.model_validate({"api_keys": digests}))
+    served = serve(
+        tokenizer_folder, FakeEngine(), ServerSection.model_validate({"api_keys": digests})
+    )
     while not served.client.admission.accepting:
         await asyncio.sleep(0)
     return served
@@ -202,22 +221,32 @@ async def test_streams_share_their_bounds_by_key_or_address(
 
     digest = hashlib.sha256(KEYS[0].encode()).hexdigest()
     section = ServerSection.model_validate({"api_keys": digest} if with_keys else {})
-    monkeypatch.setattr("tests.support.fake_engine.StreamStore", type("Noted", (StreamStore,), {"open": open_noted}))
+    monkeypatch.setattr(
+        "tests.support.fake_engine.StreamStore", type("Noted", (StreamStore,), {"open": open_noted})
+    )
     served = serve(tokenizer_folder, FakeEngine(), section)
     while not served.client.admission.accepting:
         await asyncio.sleep(0)
-    await Client(served).request("POST", "/generate_stream", {"inputs": "a", "parameters": {"max_new_tokens": 2}, "resumable": True})
+    await Client(served).request(
+        "POST",
+        "/generate_stream",
+        {"inputs": "a", "parameters": {"max_new_tokens": 2}, "resumable": True},
+    )
     assert opened == [(digest, digest) if with_keys else ("", "127.0.0.1")]
 
 
 class Client:
-    """One of the two, over the application without a socket: a response is whole, or was cut off after so many events."""
+    """One of the two, over the application without a socket: a response is whole, or was cut off
+    after so many events.
+    """
 
     def __init__(self, served: Served, key: str = KEYS[0]) -> None:
         self.served = served
         self.headers = {"authorization": f"Bearer {key}"}
 
-    async def request(self, method: str, path: str, body: Any = None, **headers: str) -> httpx.Response:
+    async def request(
+        self, method: str, path: str, body: Any = None, **headers: str
+    ) -> httpx.Response:
         transport = httpx.ASGITransport(self.served.app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return await client.request(method, path, json=body, headers=self.headers | headers)
@@ -238,9 +267,17 @@ class Cut:
         self.headers: dict[str, str] = {}
         self.events: list[dict[str, str]] = []
 
-    async def run(self, served: Served, method: str, path: str, body: Any, count: int, headers: dict[str, str]) -> None:
+    async def run(
+        self, served: Served, method: str, path: str, body: Any, count: int, headers: dict[str, str]
+    ) -> None:
         left = asyncio.Event()
-        sent = [{"type": "http.request", "body": json.dumps(body).encode() if body else b"", "more_body": False}]
+        sent = [
+            {
+                "type": "http.request",
+                "body": json.dumps(body).encode() if body else b"",
+                "more_body": False,
+            }
+        ]
 
         async def receive() -> dict[str, Any]:
             if sent:
@@ -257,7 +294,10 @@ class Cut:
             if len(self.events) >= count:
                 left.set()
 
-        raw = [(name.encode(), value.encode()) for name, value in {"content-type": "application/json", **headers}.items()]
+        raw = [
+            (name.encode(), value.encode())
+            for name, value in {"content-type": "application/json", **headers}.items()
+        ]
         scope = {
             "type": "http",
             "method": method,
@@ -267,7 +307,16 @@ class Cut:
             "http_version": "1.1",
             "client": ("127.0.0.1", 1),
         }
-        await served.app({**scope, "asgi": {"version": "3.0", "spec_version": "2.3"}, "scheme": "http", "server": ("x", 1)}, receive, send)
+        await served.app(
+            {
+                **scope,
+                "asgi": {"version": "3.0", "spec_version": "2.3"},
+                "scheme": "http",
+                "server": ("x", 1),
+            },
+            receive,
+            send,
+        )
 
 
 def events_of(text: str) -> list[dict[str, str]]:
@@ -291,18 +340,34 @@ async def whole(client: Client, path: str, body: Any) -> list[str]:
 
 def request_of(dialect: str) -> tuple[str, dict[str, Any]]:
     if dialect == "tgi":
-        return "/generate", {"inputs": "def f(", "parameters": {"max_new_tokens": 12, "details": True}, "stream": True}
-    return "/v1/completions", {"prompt": "def f(", "max_tokens": 12, "temperature": 0, "stream": True}
+        return "/generate", {
+            "inputs": "def f(",
+            "parameters": {"max_new_tokens": 12, "details": True},
+            "stream": True,
+        }
+    return "/v1/completions", {
+        "prompt": "def f(",
+        "max_tokens": 12,
+        "temperature": 0,
+        "stream": True,
+    }
 
 
 def without_names(data: list[str]) -> list[Any]:
     """An answer without its ids and dates, which differ between two answers to the same request."""
     values = [json.loads(text) if text != "[DONE]" else text for text in data]
-    return [{k: v for k, v in value.items() if k not in ("id", "created")} if isinstance(value, dict) else value for value in values]
+    return [
+        {k: v for k, v in value.items() if k not in ("id", "created")}
+        if isinstance(value, dict)
+        else value
+        for value in values
+    ]
 
 
 @pytest.mark.parametrize("dialect", ["tgi", "openai"])
-async def test_cut_anywhere_and_resumed_it_is_the_uncut_stream(served: Served, dialect: str) -> None:
+async def test_cut_anywhere_and_resumed_it_is_the_uncut_stream(
+    served: Served, dialect: str
+) -> None:
     client = Client(served)
     path, body = request_of(dialect)
     expected = without_names(await whole(client, path, body))
@@ -311,15 +376,21 @@ async def test_cut_anywhere_and_resumed_it_is_the_uncut_stream(served: Served, d
         stream = first.headers["x-stream-id"]
         seen = first.events[:count]
         assert first.status == 200 and seen[0]["retry"] == "1000"
-        rest = await client.request("GET", f"/v1/streams/{stream}", **{"last-event-id": seen[-1]["id"]})
+        rest = await client.request(
+            "GET", f"/v1/streams/{stream}", **{"last-event-id": seen[-1]["id"]}
+        )
         events = [*seen, *events_of(rest.text)]
         assert without_names([event["data"] for event in events]) == expected
-        assert [event["id"] for event in events] == [f"{stream}.{n}" for n in range(1, len(expected) + 1)]
+        assert [event["id"] for event in events] == [
+            f"{stream}.{n}" for n in range(1, len(expected) + 1)
+        ]
         assert rest.status_code == (200 if count < len(expected) else 204)
     assert served.supervisor.open == {}
 
 
-async def test_the_header_asks_as_the_field_does_and_only_streams_are_resumable(served: Served) -> None:
+async def test_the_header_asks_as_the_field_does_and_only_streams_are_resumable(
+    served: Served,
+) -> None:
     client = Client(served)
     path, body = request_of("tgi")
     cut = await client.cut("POST", path, body, 1, **{"x-stream-resumable": "1"})
@@ -358,11 +429,15 @@ def with_resumable(dialect: str) -> tuple[str, dict[str, Any]]:
         ("9" * 5000, 400, "invalid_event_id"),
     ],
 )
-async def test_an_event_id_that_cannot_be(served: Served, last: str, status: int, code: str) -> None:
+async def test_an_event_id_that_cannot_be(
+    served: Served, last: str, status: int, code: str
+) -> None:
     client = Client(served)
     cut = await client.cut("POST", *with_resumable("openai"), 3)
     id = cut.headers["x-stream-id"]
-    response = await client.request("GET", f"/v1/streams/{id}", **{"last-event-id": last.replace("{id}", id)})
+    response = await client.request(
+        "GET", f"/v1/streams/{id}", **{"last-event-id": last.replace("{id}", id)}
+    )
     assert response.status_code == status and response.json()["error"]["code"] == code
 
 
@@ -373,30 +448,46 @@ async def test_nobody_elses_and_none_are_the_same(served: Served) -> None:
     for method in ("GET", "DELETE"):
         foreign = await other.request(method, path)
         unknown = await other.request(method, f"/v1/streams/{'x' * 32}")
-        assert foreign.status_code == unknown.status_code == 404 and foreign.json() == unknown.json()
+        assert (
+            foreign.status_code == unknown.status_code == 404 and foreign.json() == unknown.json()
+        )
         assert (await Client(served, "no key").request(method, path)).status_code == 401
     assert (await mine.request("GET", path)).status_code == 200
 
 
 async def test_leaving_is_not_cancelling_and_cancelling_is(tokenizer_folder: Path) -> None:
     loop = asyncio.get_running_loop()
-    served = serve(tokenizer_folder, FakeEngine(defer=lambda act: loop.call_later(0.005, act)), ServerSection())
+    served = serve(
+        tokenizer_folder, FakeEngine(defer=lambda act: loop.call_later(0.005, act)), ServerSection()
+    )
     while not served.client.admission.accepting:
         await asyncio.sleep(0)
     client = Client(served)
     path, body = with_resumable("openai")
     left = await client.cut("POST", path, body | {"max_tokens": 50}, 1)
-    assert not any(id in served.engine.cancels for id in (submit.id for submit in served.engine.submits))
+    assert not any(
+        id in served.engine.cancels for id in (submit.id for submit in served.engine.submits)
+    )
     cancelled = await client.cut("POST", path, body | {"max_tokens": 50}, 1)
-    assert (await client.request("DELETE", f"/v1/streams/{cancelled.headers['x-stream-id']}")).status_code == 204
-    rest = events_of((await client.request("GET", f"/v1/streams/{left.headers['x-stream-id']}")).text)
+    assert (
+        await client.request("DELETE", f"/v1/streams/{cancelled.headers['x-stream-id']}")
+    ).status_code == 204
+    rest = events_of(
+        (await client.request("GET", f"/v1/streams/{left.headers['x-stream-id']}")).text
+    )
     assert rest[-1]["data"] == "[DONE]" and not any("error" in event["data"] for event in rest)
-    end = events_of((await client.request("GET", f"/v1/streams/{cancelled.headers['x-stream-id']}")).text)
-    assert end[-1]["data"] == "[DONE]" and json.loads(end[-2]["data"])["error"]["code"] == "cancelled"
+    end = events_of(
+        (await client.request("GET", f"/v1/streams/{cancelled.headers['x-stream-id']}")).text
+    )
+    assert (
+        end[-1]["data"] == "[DONE]" and json.loads(end[-2]["data"])["error"]["code"] == "cancelled"
+    )
     assert served.supervisor.open == {}
 
 
-async def test_a_stream_whose_events_cannot_be_kept_ends_and_frees_what_it_holds(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_whose_events_cannot_be_kept_ends_and_frees_what_it_holds(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     append = StreamStore.append
     left = 2
 
@@ -410,7 +501,11 @@ async def test_a_stream_whose_events_cannot_be_kept_ends_and_frees_what_it_holds
     monkeypatch.setattr(StreamStore, "append", fails_once)
     response = await Client(served).request("POST", *with_resumable("openai"))
     events = events_of(response.text)
-    assert events[-1]["data"] == "[DONE]" and "internal error" in events[-2]["data"] and len(events) < 12
+    assert (
+        events[-1]["data"] == "[DONE]"
+        and "internal error" in events[-2]["data"]
+        and len(events) < 12
+    )
     assert served.supervisor.open == {} and served.client.admission.num_open == 0
 
 

@@ -1,6 +1,8 @@
-"""HTTPS by server.tls_certificate and server.tls_key: served, read again on SIGHUP, and refused by name where the files cannot be used.
+"""HTTPS by server.tls_certificate and server.tls_key: served, read again on SIGHUP, and refused by
+name where the files cannot be used.
 
-The certificates in tests/support/certificates are self-signed, for localhost, and valid for a hundred years.
+The certificates in tests/support/certificates are self-signed, for localhost, and valid for a
+hundred years.
 """
 
 import json
@@ -37,7 +39,9 @@ def use(name: str, certificate: Path, key: Path) -> tuple[Path, Path]:
 def connected(port: int, trusted: str) -> ssl.SSLSocket:
     """A connection of a client that trusts this certificate only."""
     context = ssl.create_default_context(cafile=FILES / f"{trusted}.crt")
-    return context.wrap_socket(socket.create_connection(("127.0.0.1", port), timeout=20), server_hostname="localhost")
+    return context.wrap_socket(
+        socket.create_connection(("127.0.0.1", port), timeout=20), server_hostname="localhost"
+    )
 
 
 def presented(port: int) -> str:
@@ -45,15 +49,26 @@ def presented(port: int) -> str:
     return ssl.get_server_certificate(("127.0.0.1", port), timeout=20)
 
 
-def test_it_is_served_and_read_again_without_ending_a_stream(tiny_folder: Path, pair: tuple[Path, Path]) -> None:
+def test_it_is_served_and_read_again_without_ending_a_stream(
+    tiny_folder: Path, pair: tuple[Path, Path]
+) -> None:
     files = "--server.tls_certificate", str(pair[0]), "--server.tls_key", str(pair[1])
-    server = ServerProcess(tiny_folder, *files, constants={"server.http.connection.HEAD_SECONDS": 1})
+    server = ServerProcess(
+        tiny_folder, *files, constants={"server.http.connection.HEAD_SECONDS": 1}
+    )
     try:
         assert server.first_line.rstrip().endswith(f"on https://127.0.0.1:{server.port}")
-        body = {"inputs": "a", "parameters": {"max_new_tokens": 400, "ignore_eos": True}, "stream": True}
+        body = {
+            "inputs": "a",
+            "parameters": {"max_new_tokens": 400, "ignore_eos": True},
+            "stream": True,
+        }
         address = "127.0.0.1", server.port
         # The second begins no handshake.
-        with connected(server.port, "first") as connection, socket.create_connection(address, timeout=20) as silent:
+        with (
+            connected(server.port, "first") as connection,
+            socket.create_connection(address, timeout=20) as silent,
+        ):
             connection.sendall(http_request("POST", "/generate", body))
             response = Wire(connection).response()
             assert response.status == 200
@@ -61,7 +76,10 @@ def test_it_is_served_and_read_again_without_ending_a_stream(tiny_folder: Path, 
             next(events)
             use("second", *pair)
             server.process.send_signal(signal.SIGHUP)
-            wait_until(lambda: presented(server.port) == (FILES / "second.crt").read_text(), "the second certificate")
+            wait_until(
+                lambda: presented(server.port) == (FILES / "second.crt").read_text(),
+                "the second certificate",
+            )
             shutil.copy(FILES / "first.key", pair[1])  # Of another certificate: it is not taken.
             server.process.send_signal(signal.SIGHUP)
             *_, last = events
@@ -78,7 +96,10 @@ def test_it_is_served_and_read_again_without_ending_a_stream(tiny_folder: Path, 
         assert server.stop() == 0
     said = server.process.communicate()[1]
     assert "SIGHUP: the TLS certificate was read again" in said and "Traceback" not in said
-    assert "SIGHUP: the TLS certificate stays as it was: " in said and "the key is not the certificate's" in said
+    assert (
+        "SIGHUP: the TLS certificate stays as it was: " in said
+        and "the key is not the certificate's" in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,17 +110,30 @@ def test_it_is_served_and_read_again_without_ending_a_stream(tiny_folder: Path, 
         ("first.crt", "second.key", "the key is not the certificate's"),
         ("first.key", "first.key", "expected a certificate and its key, both in PEM"),
         ("first.crt", "first.crt", "expected a certificate and its key, both in PEM"),
-        ("first.crt", "encrypted.key", "server.tls_key .*encrypted.key: is encrypted; a key without a password is needed"),
+        (
+            "first.crt",
+            "encrypted.key",
+            "server.tls_key .*encrypted.key: is encrypted; a key without a password is needed",
+        ),
         ("", "first.key", "server.tls_certificate .*certificates: Is a directory"),
     ],
 )
-def test_files_that_cannot_be_used_are_refused_by_name(certificate: str, key: str, words: str) -> None:
+def test_files_that_cannot_be_used_are_refused_by_name(
+    certificate: str, key: str, words: str
+) -> None:
     with pytest.raises(ConfigurationError, match=words):
         check_certificate(FILES / certificate, FILES / key)
 
 
-def test_a_refusal_ends_the_start_with_one_line(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = ["--server.tls_certificate", str(FILES / "first.crt"), "--server.tls_key", str(FILES / "second.key")]
+def test_a_refusal_ends_the_start_with_one_line(
+    tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [
+        "--server.tls_certificate",
+        str(FILES / "first.crt"),
+        "--server.tls_key",
+        str(FILES / "second.key"),
+    ]
     assert cli.main(["serve", "--model", str(tiny_folder), "--port", "0", *files]) == 78
     assert "the key is not the certificate's" in capsys.readouterr().err
 

@@ -21,7 +21,10 @@ from tests.support.processes import DEADLINE, ServerProcess, Stream
 from tests.support.wire import exchange, http_request
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-QUICKLY = {"OTEL_BSP_SCHEDULE_DELAY": "100", "OTEL_RESOURCE_ATTRIBUTES": "deployment.environment.name=test"}
+QUICKLY = {
+    "OTEL_BSP_SCHEDULE_DELAY": "100",
+    "OTEL_RESOURCE_ATTRIBUTES": "deployment.environment.name=test",
+}
 SERVER_KIND = 2
 GENERATING = {"/generate", "/v1/completions", "/v1/chat/completions"}
 CLOCKS = 0.02
@@ -38,7 +41,9 @@ def collector() -> Iterator[Collector]:
 def server(collector: Collector) -> Iterator[ServerProcess]:
     """A server that sends its spans to the collector."""
     options = ("--cache.pages", "512", "--server.max_waiting", "0", "--engine.max_running", "4")
-    with ServerProcess(None, *options, "--server.tracing_endpoint", f"{collector.url}/", environment=QUICKLY) as server:
+    with ServerProcess(
+        None, *options, "--server.tracing_endpoint", f"{collector.url}/", environment=QUICKLY
+    ) as server:
         yield server
 
 
@@ -56,7 +61,11 @@ def ask(server: ServerProcess, path: str, body: dict[str, Any], **headers: str) 
 
 def stream(server: ServerProcess, id: str, tokens: int) -> Stream:
     """A request whose events can be read."""
-    body = {"inputs": "def", "parameters": {"max_new_tokens": tokens, "ignore_eos": True}, "stream": True}
+    body = {
+        "inputs": "def",
+        "parameters": {"max_new_tokens": tokens, "ignore_eos": True},
+        "stream": True,
+    }
     return Stream(server.port, "/generate", body, {"x-request-id": id})
 
 
@@ -68,20 +77,41 @@ SHORT = {"inputs": "def", "parameters": {"max_new_tokens": 2, "ignore_eos": True
     ("path", "body"),
     [
         ("/v1/completions", {"prompt": "def area(", "max_tokens": 20, "ignore_eos": True}),
-        ("/generate", {"inputs": "def area(", "parameters": {"max_new_tokens": 20, "ignore_eos": True}}),
+        (
+            "/generate",
+            {"inputs": "def area(", "parameters": {"max_new_tokens": 20, "ignore_eos": True}},
+        ),
     ],
 )
 def test_a_request_is_one_span_with_three_below(
-    streamed: bool, path: str, body: dict[str, Any], id: str, server: ServerProcess, collector: Collector
+    streamed: bool,
+    path: str,
+    body: dict[str, Any],
+    id: str,
+    server: ServerProcess,
+    collector: Collector,
 ) -> None:
     num_prompt = server.post("/tokenize", {"prompt": "def area("})[1]["count"]
     before = time.time()
-    assert ask(server, path, body | {"stream": streamed}, x_request_id=id, traceparent=f"00-{TRACE}-{PARENT}-01") == 200
+    assert (
+        ask(
+            server,
+            path,
+            body | {"stream": streamed},
+            x_request_id=id,
+            traceparent=f"00-{TRACE}-{PARENT}-01",
+        )
+        == 200
+    )
     after = time.time()
     found = collector.of(id)
     assert list(found) == ["whole", "queue", "prefill", "decode"]
     whole, queue, prefill, decode = found.values()
-    assert (whole.name, whole.kind, whole.parent) == ("text_completion pretrained", SERVER_KIND, PARENT)
+    assert (whole.name, whole.kind, whole.parent) == (
+        "text_completion pretrained",
+        SERVER_KIND,
+        PARENT,
+    )
     assert {span.trace for span in found.values()} == {TRACE}
     assert whole.attributes == {
         "gen_ai.operation.name": "text_completion",
@@ -96,15 +126,29 @@ def test_a_request_is_one_span_with_three_below(
         "server.port": server.port,
         "url.path": path,
     }
-    assert whole.resource["service.name"] == "onehead" and whole.resource["deployment.environment.name"] == "test"
-    times = [before - CLOCKS, whole.begin, queue.begin, queue.end, prefill.end, decode.end, whole.end, after + CLOCKS]
+    assert (
+        whole.resource["service.name"] == "onehead"
+        and whole.resource["deployment.environment.name"] == "test"
+    )
+    times = [
+        before - CLOCKS,
+        whole.begin,
+        queue.begin,
+        queue.end,
+        prefill.end,
+        decode.end,
+        whole.end,
+        after + CLOCKS,
+    ]
     assert times == sorted(times)
     assert (queue.end, prefill.end) == (prefill.begin, decode.begin)
     assert prefill.begin < prefill.end < decode.end
     assert not any(span.is_error for span in found.values())
 
 
-def test_the_times_are_those_of_the_tokens(id: str, server: ServerProcess, collector: Collector) -> None:
+def test_the_times_are_those_of_the_tokens(
+    id: str, server: ServerProcess, collector: Collector
+) -> None:
     """The engine stops between two tokens, for a second that stands in the span of decode."""
     seen: list[float] = []
     for _ in stream(server, id, 60).events():
@@ -119,7 +163,9 @@ def test_the_times_are_those_of_the_tokens(id: str, server: ServerProcess, colle
     assert found["decode"].end - found["decode"].begin >= 1
 
 
-def test_waiting_is_in_the_span_of_the_queue(id: str, server: ServerProcess, collector: Collector) -> None:
+def test_waiting_is_in_the_span_of_the_queue(
+    id: str, server: ServerProcess, collector: Collector
+) -> None:
     os.kill(server.engine_pid, signal.SIGSTOP)
     waiting = stream(server, id, 2)
     time.sleep(0.5)
@@ -129,7 +175,9 @@ def test_waiting_is_in_the_span_of_the_queue(id: str, server: ServerProcess, col
     assert 0.4 <= queue.end - queue.begin <= 2
 
 
-def test_several_choices_are_one_request(id: str, server: ServerProcess, collector: Collector) -> None:
+def test_several_choices_are_one_request(
+    id: str, server: ServerProcess, collector: Collector
+) -> None:
     body = {"prompt": "def", "max_tokens": 8, "n": 3, "temperature": 1, "ignore_eos": True}
     assert ask(server, "/v1/completions", body, x_request_id=id) == 200
     found = collector.of(id)
@@ -142,20 +190,37 @@ def test_several_choices_are_one_request(id: str, server: ServerProcess, collect
     ("path", "body", "name", "status"),
     [
         ("/v1/completions", {"prompt": "def", "max_tokens": -2}, "text_completion pretrained", 400),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}, "chat pretrained", 400),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "hello"}]},
+            "chat pretrained",
+            400,
+        ),
         ("/generate", {"inputs": ""}, "text_completion pretrained", 422),
     ],
 )
 def test_a_request_that_is_refused_is_a_span_alone(
-    path: str, body: dict[str, Any], name: str, status: int, id: str, server: ServerProcess, collector: Collector
+    path: str,
+    body: dict[str, Any],
+    name: str,
+    status: int,
+    id: str,
+    server: ServerProcess,
+    collector: Collector,
 ) -> None:
     assert ask(server, path, body, x_request_id=id) == status
     (whole,) = collector.of(id).values()
-    assert (whole.name, whole.attributes["http.response.status_code"], whole.is_error) == (name, status, False)
+    assert (whole.name, whole.attributes["http.response.status_code"], whole.is_error) == (
+        name,
+        status,
+        False,
+    )
     assert whole.attributes["gen_ai.usage.output_tokens"] == 0
 
 
-def test_a_request_beyond_the_limits_is_a_span_alone(id: str, server: ServerProcess, collector: Collector) -> None:
+def test_a_request_beyond_the_limits_is_a_span_alone(
+    id: str, server: ServerProcess, collector: Collector
+) -> None:
     running = [stream(server, f"{id}-{number}", 1000).events() for number in range(4)]
     for events in running:
         next(events)
@@ -168,10 +233,14 @@ def test_a_request_beyond_the_limits_is_a_span_alone(id: str, server: ServerProc
 
 
 @pytest.mark.parametrize("header", ["", "00-xyz-1-01", f"00-{'0' * 32}-{PARENT}-01"])
-def test_a_traceparent_that_is_none_begins_a_trace(header: str, id: str, server: ServerProcess, collector: Collector) -> None:
+def test_a_traceparent_that_is_none_begins_a_trace(
+    header: str, id: str, server: ServerProcess, collector: Collector
+) -> None:
     ask(server, "/generate", SHORT, x_request_id=id, traceparent=header)
     whole = collector.of(id)["whole"]
-    assert whole.parent == "" and re.fullmatch("[0-9a-f]{32}", whole.trace) and whole.trace != "0" * 32
+    assert (
+        whole.parent == "" and re.fullmatch("[0-9a-f]{32}", whole.trace) and whole.trace != "0" * 32
+    )
 
 
 def test_what_makes_no_spans(id: str, server: ServerProcess, collector: Collector) -> None:
@@ -181,11 +250,17 @@ def test_what_makes_no_spans(id: str, server: ServerProcess, collector: Collecto
     server.get("/v1/models")
     ask(server, "/generate", SHORT, x_request_id=id)
     collector.of(id)
-    assert {span.attributes["url.path"] for span in collector.spans if span.kind == SERVER_KIND} <= GENERATING
-    assert not {"unsampled", "tokens"} & {span.attributes.get("onehead.request_id") for span in collector.spans}
+    assert {
+        span.attributes["url.path"] for span in collector.spans if span.kind == SERVER_KIND
+    } <= GENERATING
+    assert not {"unsampled", "tokens"} & {
+        span.attributes.get("onehead.request_id") for span in collector.spans
+    }
 
 
-def test_a_client_that_leaves_has_cancelled(id: str, server: ServerProcess, collector: Collector) -> None:
+def test_a_client_that_leaves_has_cancelled(
+    id: str, server: ServerProcess, collector: Collector
+) -> None:
     left = stream(server, id, 500)
     next(left.events())
     left.close()
@@ -194,8 +269,16 @@ def test_a_client_that_leaves_has_cancelled(id: str, server: ServerProcess, coll
     assert 0 < whole.attributes["gen_ai.usage.output_tokens"] < 500
 
 
-def test_a_resumable_stream_ends_with_its_generation(id: str, server: ServerProcess, collector: Collector) -> None:
-    body = {"prompt": "def", "max_tokens": 300, "ignore_eos": True, "stream": True, "resumable": True}
+def test_a_resumable_stream_ends_with_its_generation(
+    id: str, server: ServerProcess, collector: Collector
+) -> None:
+    body = {
+        "prompt": "def",
+        "max_tokens": 300,
+        "ignore_eos": True,
+        "stream": True,
+        "resumable": True,
+    }
     left = Stream(server.port, "/v1/completions", body, {"x-request-id": id})
     left.response()
     left.close()
@@ -204,13 +287,19 @@ def test_a_resumable_stream_ends_with_its_generation(id: str, server: ServerProc
     assert whole.attributes["gen_ai.usage.output_tokens"] == 300
 
 
-def test_a_crash_of_the_engine_is_in_the_span_of_decode(id: str, server: ServerProcess, collector: Collector) -> None:
+def test_a_crash_of_the_engine_is_in_the_span_of_decode(
+    id: str, server: ServerProcess, collector: Collector
+) -> None:
     events = stream(server, id, 40).events()
     next(events)
     os.kill(server.engine_pid, signal.SIGKILL)
     assert len(list(events)) == 39
     found = collector.of(id)
-    assert found["decode"].end - found["decode"].begin > 0.5 > found["queue"].end - found["queue"].begin
+    assert (
+        found["decode"].end - found["decode"].begin
+        > 0.5
+        > found["queue"].end - found["queue"].begin
+    )
     assert found["whole"].attributes["gen_ai.usage.output_tokens"] == 40
 
 
@@ -232,27 +321,48 @@ def test_spans_that_were_not_yet_sent_are_sent_at_the_end() -> None:
             assert server.stop() == 0
         # What was not yet sent is sent at the end.
         whole = [span for span in collector.spans if span.kind == SERVER_KIND]
-        assert {span.attributes["onehead.request_id"] for span in whole} == {f"id-{i}" for i in range(24)}
+        assert {span.attributes["onehead.request_id"] for span in whole} == {
+            f"id-{i}" for i in range(24)
+        }
         assert len(collector.spans) == 96
 
 
 def test_requests_without_a_valid_key_or_host_make_no_spans() -> None:
     with collecting() as collector:
-        options = ("--server.api_keys", KEY_HASHES, "--cache.pages", "64", "--server.tracing_endpoint", collector.url)
+        options = (
+            "--server.api_keys",
+            KEY_HASHES,
+            "--cache.pages",
+            "64",
+            "--server.tracing_endpoint",
+            collector.url,
+        )
         with ServerProcess(None, *options) as server:
             key = {"authorization": f"Bearer {KEYS[0]}"}
             assert ask(server, "/generate", SHORT, x_request_id="no key") == 401
-            foreign = http_request("POST", "/generate", SHORT, {"x-request-id": "host"} | key).replace(b"127.0.0.1", b"evil.example", 1)
+            foreign = http_request(
+                "POST", "/generate", SHORT, {"x-request-id": "host"} | key
+            ).replace(b"127.0.0.1", b"evil.example", 1)
             assert exchange(server.port, foreign, DEADLINE)[0].status == 403
             assert ask(server, "/generate", SHORT, x_request_id="both", **key) == 200
             assert server.stop() == 0
-        assert [span.attributes["onehead.request_id"] for span in collector.spans if span.kind == SERVER_KIND] == ["both"]
+        assert [
+            span.attributes["onehead.request_id"]
+            for span in collector.spans
+            if span.kind == SERVER_KIND
+        ] == ["both"]
 
 
 def test_without_a_collector_it_serves_and_stops(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("w") as errors:
-        server = ServerProcess(None, "--server.tracing_endpoint", "http://127.0.0.1:9", stderr=errors, environment=QUICKLY)
+        server = ServerProcess(
+            None,
+            "--server.tracing_endpoint",
+            "http://127.0.0.1:9",
+            stderr=errors,
+            environment=QUICKLY,
+        )
     for _ in range(20):
         assert server.text("def", max_new_tokens=2)
     begin = time.monotonic()
@@ -263,7 +373,10 @@ def test_without_a_collector_it_serves_and_stops(tmp_path: Path) -> None:
 
 def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(ConfigurationError, match=r"server.tracing_endpoint needs OpenTelemetry: install onehead\[tracing\]"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"server.tracing_endpoint needs OpenTelemetry: install onehead\[tracing\]",
+    ):
         Tracing("http://localhost:4318", "model")
 
 

@@ -16,17 +16,25 @@ MAX_BYTES = 150_000
 
 def policy(response: httpx.Response) -> dict[str, str]:
     """The directives of the content security policy."""
-    return dict(part.strip().partition(" ")[::2] for part in response.headers["content-security-policy"].split(";"))
+    return dict(
+        part.strip().partition(" ")[::2]
+        for part in response.headers["content-security-policy"].split(";")
+    )
 
 
 async def test_the_page_and_its_files_need_no_key(tokenizer_folder: Path) -> None:
     async with door(tokenizer_folder, KEYED) as (_, http):
         page = await http.get("/")
-        assert page.status_code == 200 and page.headers["content-type"] == "text/html; charset=utf-8"
+        assert (
+            page.status_code == 200 and page.headers["content-type"] == "text/html; charset=utf-8"
+        )
         for url in re.findall(r'(?:src|href)="(ui/[^"]+)"', page.text):
             file = await http.get(f"/{url}")
             assert file.status_code == 200, url
-            assert file.headers["content-type"].partition(";")[0] == ui_files.TYPES[f".{url.rpartition('.')[2]}"]
+            assert (
+                file.headers["content-type"].partition(";")[0]
+                == ui_files.TYPES[f".{url.rpartition('.')[2]}"]
+            )
         assert (await http.post("/", json={"inputs": "a"})).status_code == 401
         assert (await http.get("/openapi.json")).status_code == 401
 
@@ -36,25 +44,52 @@ async def test_nothing_but_its_own_files_is_run_or_framed(tokenizer_folder: Path
         for path in ("/", "/ui/app.js", "/ui/style.css"):
             answer = await http.get(path, headers={"sec-fetch-dest": "document"})
             rules = policy(answer)
-            assert rules["default-src"] == rules["frame-ancestors"] == rules["base-uri"] == rules["form-action"] == "'none'"
+            assert (
+                rules["default-src"]
+                == rules["frame-ancestors"]
+                == rules["base-uri"]
+                == rules["form-action"]
+                == "'none'"
+            )
             assert rules["script-src"] == rules["style-src"] == rules["connect-src"] == "'self'"
             assert "unsafe" not in answer.headers["content-security-policy"]
-            assert answer.headers["cross-origin-resource-policy"] == answer.headers["cross-origin-opener-policy"] == "same-origin"
-            assert answer.headers["x-frame-options"] == "DENY" and answer.headers["x-content-type-options"] == "nosniff"
+            assert (
+                answer.headers["cross-origin-resource-policy"]
+                == answer.headers["cross-origin-opener-policy"]
+                == "same-origin"
+            )
+            assert (
+                answer.headers["x-frame-options"] == "DENY"
+                and answer.headers["x-content-type-options"] == "nosniff"
+            )
 
 
 async def test_a_file_that_is_known_is_not_sent_again(tokenizer_folder: Path) -> None:
     async with door(tokenizer_folder) as (_, http):
         first = await http.get("/ui/app.js")
-        again = await http.get("/ui/app.js", headers={"if-none-match": f'"x", {first.headers["etag"]}'})
+        again = await http.get(
+            "/ui/app.js", headers={"if-none-match": f'"x", {first.headers["etag"]}'}
+        )
         other = await http.get("/ui/app.js", headers={"if-none-match": '"x"'})
-        assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", first.headers["etag"])
+        assert (again.status_code, again.content, again.headers["etag"]) == (
+            304,
+            b"",
+            first.headers["etag"],
+        )
         assert other.content == first.content and first.headers["cache-control"] == "no-cache"
         plain = await http.get("/ui/app.js", headers={"accept-encoding": "identity"})
-        assert first.headers["content-encoding"] == "gzip" and "content-encoding" not in plain.headers
-        assert plain.content == first.content and int(first.headers["content-length"]) < len(plain.content) / 2
+        assert (
+            first.headers["content-encoding"] == "gzip" and "content-encoding" not in plain.headers
+        )
+        assert (
+            plain.content == first.content
+            and int(first.headers["content-length"]) < len(plain.content) / 2
+        )
         head = await http.head("/ui/app.js")
-        assert head.status_code == 200 and head.headers["content-length"] == first.headers["content-length"]
+        assert (
+            head.status_code == 200
+            and head.headers["content-length"] == first.headers["content-length"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -71,14 +106,27 @@ async def test_a_file_that_is_known_is_not_sent_again(tokenizer_folder: Path) ->
         ("", False),
     ],
 )
-async def test_a_file_is_compressed_for_clients_that_accept_gzip(tokenizer_folder: Path, accepted: str, is_packed: bool) -> None:
+async def test_a_file_is_compressed_for_clients_that_accept_gzip(
+    tokenizer_folder: Path, accepted: str, is_packed: bool
+) -> None:
     async with door(tokenizer_folder) as (_, http):
         answer = await http.get("/ui/app.js", headers={"accept-encoding": accepted})
         assert (answer.headers.get("content-encoding") == "gzip") is is_packed
         assert answer.headers["vary"] == "accept-encoding"
 
 
-@pytest.mark.parametrize("path", ["/ui/", "/ui/nothing.js", "/ui/../config.py", "/ui/%2e%2e/config.py", "/ui//app.js", "/ui/vendor", "/ui"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/ui/",
+        "/ui/nothing.js",
+        "/ui/../config.py",
+        "/ui/%2e%2e/config.py",
+        "/ui//app.js",
+        "/ui/vendor",
+        "/ui",
+    ],
+)
 async def test_no_other_file_is_served(tokenizer_folder: Path, path: str) -> None:
     async with door(tokenizer_folder) as (_, http):
         assert (await http.get(path)).status_code == 404
@@ -88,15 +136,23 @@ async def test_no_other_file_is_served(tokenizer_folder: Path, path: str) -> Non
 async def test_the_page_below_a_prefix(tokenizer_folder: Path, passed_on: bool) -> None:
     """For a proxy that passes the prefix on, and for one that removes it."""
     inside = PREFIX if passed_on else ""
-    async with door(tokenizer_folder, ServerSection(root_path=PREFIX) if passed_on else None) as (_, http):
+    async with door(tokenizer_folder, ServerSection(root_path=PREFIX) if passed_on else None) as (
+        _,
+        http,
+    ):
         page = await http.get(f"{inside}/")
         for url in re.findall(r'(?:src|href)="([^"#]+)"', page.text):
-            assert urljoin(f"http://public{PREFIX}/", url).startswith(f"http://public{PREFIX}/"), url
+            assert urljoin(f"http://public{PREFIX}/", url).startswith(f"http://public{PREFIX}/"), (
+                url
+            )
             assert (await http.get(f"{inside}/{url}")).status_code == 200, url
         if passed_on:  # Without its slash the browser would resolve URLs beside the prefix.
             answer = await http.get(PREFIX)
             assert answer.status_code == 307
-            assert urljoin(f"http://public{PREFIX}", answer.headers["location"]) == f"http://public{PREFIX}/"
+            assert (
+                urljoin(f"http://public{PREFIX}", answer.headers["location"])
+                == f"http://public{PREFIX}/"
+            )
 
 
 async def test_it_can_be_turned_off(tokenizer_folder: Path) -> None:
@@ -112,5 +168,9 @@ async def test_it_is_small(tokenizer_folder: Path) -> None:
     async with door(tokenizer_folder) as (_, http):
         answers = [await http.get(f"/ui/{path.relative_to(ui_files.FOLDER)}") for path in files]
     assert sum(int(answer.headers["content-length"]) for answer in answers) <= MAX_BYTES
-    lines = [path.read_text().count("\n") for path in files if path.suffix in (".js", ".css") and "vendor" not in path.parts]
+    lines = [
+        path.read_text().count("\n")
+        for path in files
+        if path.suffix in (".js", ".css") and "vendor" not in path.parts
+    ]
     assert sum(lines) <= 2500

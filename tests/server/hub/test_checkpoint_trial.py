@@ -1,4 +1,6 @@
-"""A folder that would take too much time or memory to load is refused by its file, and this process has not loaded it."""
+"""A folder that would take too much time or memory to load is refused by its file, and this process
+has not loaded it.
+"""
 
 import json
 from collections.abc import Callable
@@ -29,13 +31,18 @@ def test_a_folder_that_can_be_loaded_passes(folder: Path) -> None:
     try_checkpoint(folder)
 
 
-def test_files_that_have_passed_are_not_tried_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_have_passed_are_not_tried_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     try_checkpoint(folder)
     with monkeypatch.context() as no_process:
         no_process.setattr("subprocess.Popen", None)
         try_checkpoint(folder)
-    for name, key, value in (("tokenizer_config.json", "chat_template", 7), ("tokenizer.json", "model", {})):
+    for name, key, value in (
+        ("tokenizer_config.json", "chat_template", 7),
+        ("tokenizer.json", "model", {}),
+    ):
         before = (folder / name).read_bytes()
         edit(folder / name, lambda values, key=key, value=value: values.update({key: value}))  # type: ignore[misc]
         with pytest.raises(ConfigurationError, match=f"^{folder}/{name}: "):
@@ -48,7 +55,16 @@ def test_files_that_have_passed_are_not_tried_again(folder: Path, monkeypatch: p
     [
         ("tokenizer_config.json", "chat_template", 7),
         ("generation_config.json", "top_p", 0),
-        ("tokenizer.json", "pre_tokenizer", {"type": "Split", "pattern": {"Regex": "(" * 10**5}, "behavior": "Isolated", "invert": False}),
+        (
+            "tokenizer.json",
+            "pre_tokenizer",
+            {
+                "type": "Split",
+                "pattern": {"Regex": "(" * 10**5},
+                "behavior": "Isolated",
+                "invert": False,
+            },
+        ),
     ],
     ids=["template", "sampling", "pattern"],
 )
@@ -66,6 +82,9 @@ def test_what_cannot_be_used_is_named(folder: Path, name: str, key: str, value: 
 )
 def test_a_normalizer_that_adds_text_is_refused(folder: Path, length: int, words: str) -> None:
     text = "xy z" * (length // 4)
-    edit(folder / "tokenizer.json", lambda tokenizer: tokenizer.update(normalizer={"type": "Prepend", "prepend": text}))
+    edit(
+        folder / "tokenizer.json",
+        lambda tokenizer: tokenizer.update(normalizer={"type": "Prepend", "prepend": text}),
+    )
     with pytest.raises(ConfigurationError, match=rf"^{folder}/tokenizer\.json: {words}"):
         try_checkpoint(folder)

@@ -32,7 +32,9 @@ def test_a_child_that_cannot_write_is_a_lack_of_resources(monkeypatch: pytest.Mo
         conversion.run("json.tool")
 
 
-def test_an_interrupt_of_the_child_is_one_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_of_the_child_is_one_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = subprocess.CompletedProcess([], -signal.SIGINT, stdout="")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
     with pytest.raises(KeyboardInterrupt), conversion.new_folder(tmp_path / "cache"):
@@ -54,10 +56,19 @@ def eventually(happened: Any, seconds: float = 20.0) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_signal_ends_it_and_leaves_nothing(tmp_path: Path, number: int) -> None:
     began, cache = tmp_path / "began", tmp_path / "cache"
-    (tmp_path / "slow.py").write_text(f"import time; open({str(began)!r}, 'w').close(); time.sleep(100)")
-    code = "import pathlib, sys; from server.hub.conversion import new_folder, run\nwith new_folder(pathlib.Path(sys.argv[1])): run('slow')"
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    process = subprocess.Popen([sys.executable, "-c", code, str(cache)], env=environment, stderr=subprocess.DEVNULL)
+    (tmp_path / "slow.py").write_text(
+        f"import time; open({str(began)!r}, 'w').close(); time.sleep(100)"
+    )
+    code = (
+        "import pathlib, sys; from server.hub.conversion import new_folder, run\nwith "
+        "new_folder(pathlib.Path(sys.argv[1])): run('slow')"
+    )
+    environment = os.environ | {
+        "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(cache)], env=environment, stderr=subprocess.DEVNULL
+    )
     eventually(began.exists)
     (child,) = children(process.pid)
     process.send_signal(number)

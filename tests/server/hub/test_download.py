@@ -1,4 +1,6 @@
-"""`--model org/name`: downloaded once, served later without the hub; every failure is reported in one line, without long waits."""
+"""`--model org/name`: downloaded once, served later without the hub; every failure is reported in
+one line, without long waits.
+"""
 
 import errno
 import json
@@ -37,7 +39,7 @@ for name in sys.argv[2:]:
         print(hub.resolve(Path(name), weights=sys.argv[1] != "none", pickles=sys.argv[1] == "any", check=checks.get(sys.argv[1])))
     except OneheadError as error:
         print(error.exit_code, error)
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +70,18 @@ def environment(home: Path, endpoint: str, **more: str) -> dict[str, str]:
     return {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_TELEMETRY": "1", **more}
 
 
-def resolved(home: Path, endpoint: str, *names: str, files: str = "weights", **more: str) -> list[str]:
+def resolved(
+    home: Path, endpoint: str, *names: str, files: str = "weights", **more: str
+) -> list[str]:
     """A line for each model: its folder, or the exit status and the message."""
     command = [sys.executable, "-c", RESOLVE, files, *names]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment(home, endpoint, **more), check=True)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env=os.environ | environment(home, endpoint, **more),
+        check=True,
+    )
     return done.stdout.splitlines()
 
 
@@ -85,9 +95,13 @@ def test_it_is_downloaded_and_served_and_served_again_without_the_hub(
         monkeypatch.setenv("HF_HUB_OFFLINE", offline)
         asked = len(fake.requests)
         server = ServerProcess(Path(REPOSITORY))
-        assert [model["id"] for model in json.loads(server.get("/v1/models")[1])["data"]] == [REPOSITORY]
+        assert [model["id"] for model in json.loads(server.get("/v1/models")[1])["data"]] == [
+            REPOSITORY
+        ]
         for name in (REPOSITORY, REPOSITORY.partition("/")[2]):
-            status, answer = server.post("/v1/completions", {"model": name, "prompt": "a", "max_tokens": 1})
+            status, answer = server.post(
+                "/v1/completions", {"model": name, "prompt": "a", "max_tokens": 1}
+            )
             assert (status, answer["model"]) == (200, REPOSITORY)
         texts.append(server.text("def f", max_new_tokens=8, ignore_eos=True))
         assert server.stop() == 0
@@ -95,33 +109,54 @@ def test_it_is_downloaded_and_served_and_served_again_without_the_hub(
     assert texts[0] == texts[1]
     (snapshot,) = tmp_path.glob("hub/models--*/snapshots/*")
     assert snapshot.name == COMMIT and hub.model_id(snapshot) == REPOSITORY
-    read = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    read = {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
     assert {path.name for path in snapshot.iterdir()} == read
     assert re.fullmatch("[0-9a-f]{64}", (snapshot / "model.safetensors").resolve().name)
 
 
-def test_without_the_hub_what_is_cached_serves_and_what_is_not_is_refused(filled: Path, fake: FakeHub) -> None:
+def test_without_the_hub_what_is_cached_serves_and_what_is_not_is_refused(
+    filled: Path, fake: FakeHub
+) -> None:
     (folder,) = resolved(filled, DEAD, REPOSITORY)
     assert Path(folder).parent.name == "snapshots"
     with socket.create_server(("127.0.0.1", 0)) as silent:
         began = time.monotonic()
-        assert resolved(filled, f"http://127.0.0.1:{silent.getsockname()[1]}", REPOSITORY) == [folder]
+        assert resolved(filled, f"http://127.0.0.1:{silent.getsockname()[1]}", REPOSITORY) == [
+            folder
+        ]
         assert time.monotonic() - began < 20
     fake.status = 503
     try:
         cached, other = resolved(filled, fake.endpoint, REPOSITORY, "org/other")
     finally:
         fake.status = None
-    assert cached == folder and "the Hugging Face hub answers with status 503; try again later" in other
+    assert (
+        cached == folder
+        and "the Hugging Face hub answers with status 503; try again later" in other
+    )
     cached, other = resolved(filled, DEAD, REPOSITORY, "org/other", HF_HUB_OFFLINE="1")
     assert cached == folder
-    assert other == "78 org/other: no such folder, and the hub's cache has no complete copy, and HF_HUB_OFFLINE forbids a download"
+    assert (
+        other == "78 org/other: no such folder, and the hub's cache has no complete copy, and "
+        "HF_HUB_OFFLINE forbids a download"
+    )
 
 
 def test_what_the_hub_refuses_is_named_with_what_to_do(filled: Path, fake: FakeHub) -> None:
     names = ("org/none", GATED, f"{REPOSITORY}@v9", f"{REPOSITORY}@main", REPOSITORY)
     none, gated, revision, main, whole = resolved(filled, fake.endpoint, *names)
-    assert none.startswith("78 org/none: no such folder, and no such repository on the Hugging Face hub") and "HF_TOKEN" in none
+    assert (
+        none.startswith(
+            "78 org/none: no such folder, and no such repository on the Hugging Face hub"
+        )
+        and "HF_TOKEN" in none
+    )
     assert gated.startswith(f"78 {GATED}: is gated: accept its conditions") and "HF_TOKEN" in gated
     assert revision == f"78 {REPOSITORY}@v9: the repository has no such revision"
     assert main == whole and Path(main).is_dir()
@@ -130,13 +165,27 @@ def test_what_the_hub_refuses_is_named_with_what_to_do(filled: Path, fake: FakeH
 def test_a_hub_that_cannot_be_reached_is_an_exit_of_78_in_seconds(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "commands.cli", "serve", "--model", "org/none", "--port", "0"]
     began = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment(tmp_path, DEAD), timeout=60, check=False)
-    assert done.returncode == 78 and time.monotonic() - began < 20 and "Traceback" not in done.stderr
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env=os.environ | environment(tmp_path, DEAD),
+        timeout=60,
+        check=False,
+    )
+    assert (
+        done.returncode == 78 and time.monotonic() - began < 20 and "Traceback" not in done.stderr
+    )
     last = done.stderr.splitlines()[-1]
-    assert "org/none: no such folder, and the Hugging Face hub cannot be reached" in last and "HF_ENDPOINT" in last
+    assert (
+        "org/none: no such folder, and the Hugging Face hub cannot be reached" in last
+        and "HF_ENDPOINT" in last
+    )
 
 
-def test_a_description_alone_leaves_out_the_weights_and_is_no_whole_copy(fake: FakeHub, tmp_path: Path) -> None:
+def test_a_description_alone_leaves_out_the_weights_and_is_no_whole_copy(
+    fake: FakeHub, tmp_path: Path
+) -> None:
     (folder,) = resolved(tmp_path, fake.endpoint, REPOSITORY, files="none")
     assert (Path(folder) / "config.json").is_file() and not [*Path(folder).glob("*.safetensors")]
     (refused,) = resolved(tmp_path, fake.endpoint, REPOSITORY, HF_HUB_OFFLINE="1")
@@ -150,7 +199,8 @@ def test_a_repository_without_safetensors_is_refused(repository: Path, tmp_path:
     with serving(FakeHub(bare)) as other:
         (line,) = resolved(tmp_path / "home", other.endpoint, REPOSITORY)
     assert line.startswith(
-        f"78 {REPOSITORY}: has no weights in safetensors files, and others are not served; if it has a pytorch_model.bin"
+        f"78 {REPOSITORY}: has no weights in safetensors files, and others are not served; if it "
+        "has a pytorch_model.bin"
     )
     assert f"`onehead convert --model {REPOSITORY} --output NEW`" in line
 
@@ -158,17 +208,27 @@ def test_a_repository_without_safetensors_is_refused(repository: Path, tmp_path:
 def test_weights_of_what_is_not_served_are_not_fetched(repository: Path, tmp_path: Path) -> None:
     several = shutil.copytree(repository, tmp_path / "several")
     config = json.loads((several / "config.json").read_text())
-    (several / "config.json").write_text(json.dumps(config | {"num_key_value_heads": config["num_attention_heads"]}))
+    (several / "config.json").write_text(
+        json.dumps(config | {"num_key_value_heads": config["num_attention_heads"]})
+    )
     with serving(FakeHub(several)) as other:
         (line,) = resolved(tmp_path / "home", other.endpoint, REPOSITORY)
-        assert line.startswith(f"78 {REPOSITORY}: ") and "config.json: num_key_value_heads is " in line and "`onehead convert" in line
+        assert (
+            line.startswith(f"78 {REPOSITORY}: ")
+            and "config.json: num_key_value_heads is " in line
+            and "`onehead convert" in line
+        )
         assert not [request for request in other.requests if "model.safetensors" in request]
         (folder,) = resolved(tmp_path / "home", other.endpoint, REPOSITORY, files="any")
-    assert (Path(folder) / "model.safetensors").is_file() and not (Path(folder) / "pytorch_model.bin").exists()
+    assert (Path(folder) / "model.safetensors").is_file() and not (
+        Path(folder) / "pytorch_model.bin"
+    ).exists()
 
 
 @pytest.mark.nightly
-def test_a_pickle_is_fetched_where_there_is_nothing_else_and_converted(repository: Path, tmp_path: Path) -> None:
+def test_a_pickle_is_fetched_where_there_is_nothing_else_and_converted(
+    repository: Path, tmp_path: Path
+) -> None:
     import torch
     from safetensors.torch import load_file
 
@@ -178,26 +238,44 @@ def test_a_pickle_is_fetched_where_there_is_nothing_else_and_converted(repositor
     torch.save(tensors, bare / "pytorch_model.bin")
     output = tmp_path / "made"
     with serving(FakeHub(bare)) as other:
-        command = [sys.executable, "-m", "commands.cli", "convert", "--model", REPOSITORY, "--output", str(output), "--no-evaluate"]
+        command = [
+            sys.executable,
+            "-m",
+            "commands.cli",
+            "convert",
+            "--model",
+            REPOSITORY,
+            "--output",
+            str(output),
+            "--no-evaluate",
+        ]
         more = environment(tmp_path / "home", other.endpoint)
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | more, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=os.environ | more, check=False
+        )
         assert done.returncode == 0, done.stderr
         (bare / "pytorch_model.bin").unlink()
     with serving(FakeHub(bare)) as neither:
         (line,) = resolved(tmp_path / "empty", neither.endpoint, REPOSITORY, files="any")
     assert line == f"78 {REPOSITORY}: has neither safetensors files nor a pytorch_model.bin"
     made = load_file(output / "model.safetensors")
-    assert made.keys() == tensors.keys() and all(torch.equal(made[name], tensors[name]) for name in tensors)
+    assert made.keys() == tensors.keys() and all(
+        torch.equal(made[name], tensors[name]) for name in tensors
+    )
 
 
-def test_training_goes_on_from_a_repository(fake: FakeHub, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_goes_on_from_a_repository(
+    fake: FakeHub, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from commands import cli
     from commands.convert import convert
     from commands.train import train
 
     asked: list[tuple[Path, bool, Any]] = []
 
-    def resolve(model: Path, weights: bool = True, pickles: bool = False, check: Any = None) -> Path:
+    def resolve(
+        model: Path, weights: bool = True, pickles: bool = False, check: Any = None
+    ) -> Path:
         asked.append((model, pickles, check))
         return repository
 
@@ -208,18 +286,28 @@ def test_training_goes_on_from_a_repository(fake: FakeHub, repository: Path, tmp
     assert cli.main(["train", "--init", "org/name", "--output", str(tmp_path / "a")]) == 0
     assert cli.main(["convert", "--model", "org/name", "--output", str(tmp_path / "b")]) == 0
     assert cli.main(["train", "--output", str(tmp_path / "c")]) == 0
-    assert asked == [(Path("org/name"), False, cli._check), (Path("org/name"), True, convert.make_plan)]
+    assert asked == [
+        (Path("org/name"), False, cli._check),
+        (Path("org/name"), True, convert.make_plan),
+    ]
     assert (given[0].init, given[1].model, given[2].init) == (repository, repository, None)
 
 
-def test_the_tokenizer_is_found_before_there_is_an_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tokenizer_is_found_before_there_is_an_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[object] = []
     monkeypatch.setattr(hub, "tokenizer_path", asked.append)
     monkeypatch.setattr(hub, "try_checkpoint", asked.append)
-    assert hub.resolved(load(EngineSettings, ["--model", str(tmp_path)], "x"), asked.append).model == tmp_path
+    assert (
+        hub.resolved(load(EngineSettings, ["--model", str(tmp_path)], "x"), asked.append).model
+        == tmp_path
+    )
     assert asked == [tmp_path, tmp_path, tmp_path]  # The check, the tokenizer, then the trial.
     asked.clear()
-    monkeypatch.setattr(hub.Repository, "fetch", lambda _, files: [asked.append(files), tmp_path][1])
+    monkeypatch.setattr(
+        hub.Repository, "fetch", lambda _, files: [asked.append(files), tmp_path][1]
+    )
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigurationError, match="no weights in safetensors files"):
         hub.resolved(load(EngineSettings, ["--model", "org/name"], "x"), asked.append)
@@ -232,23 +320,43 @@ def test_a_full_disk_is_a_resource(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> str:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: SimpleNamespace(siblings=[]))
+    monkeypatch.setattr(
+        huggingface_hub.HfApi, "model_info", lambda *_, **__: SimpleNamespace(siblings=[])
+    )
     monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
-    with pytest.raises(ResourceError, match="org/name: cannot be stored: No space left on device; HF_HOME"):
+    with pytest.raises(
+        ResourceError, match="org/name: cannot be stored: No space left on device; HF_HOME"
+    ):
         hub.resolve(Path("org/name"))
 
 
-def test_what_is_there_or_cannot_be_a_repository_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_there_or_cannot_be_a_repository_is_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hub.Repository, "fetch", lambda *_: pytest.fail("the hub was asked"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "name").mkdir(parents=True)
-    for name in ("org/name", "/org/name", "name", "a/b/c", "../name", "org/na me", "~/name", "org/name/"):
+    for name in (
+        "org/name",
+        "/org/name",
+        "name",
+        "a/b/c",
+        "../name",
+        "org/na me",
+        "~/name",
+        "org/name/",
+    ):
         assert hub.resolve(Path(name)) == Path(name)
     assert hub.model_id(Path("org/name")) == "name" and hub.model_id(tmp_path / "org") == "org"
 
 
-@pytest.mark.parametrize(("name", "revision"), [("org/name", None), ("a-b/c_d.e@v1.0", "v1.0"), ("org/name@refs/pr/3", "refs/pr/3")])
-def test_names_and_revisions(name: str, revision: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "revision"),
+    [("org/name", None), ("a-b/c_d.e@v1.0", "v1.0"), ("org/name@refs/pr/3", "refs/pr/3")],
+)
+def test_names_and_revisions(
+    name: str, revision: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     asked: list[tuple[str, str | None]] = []
 
     def fetch(repository: hub.Repository, files: list[str]) -> Path:

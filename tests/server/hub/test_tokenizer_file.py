@@ -25,7 +25,9 @@ def test_a_folders_own_is_found(tmp_path: Path) -> None:
         (["tokenizer.model"], "makes it of tokenizer.model"),
     ],
 )
-def test_older_files_are_refused_with_the_command(files: list[str], said: str, tmp_path: Path) -> None:
+def test_older_files_are_refused_with_the_command(
+    files: list[str], said: str, tmp_path: Path
+) -> None:
     for name in files:
         (tmp_path / name).write_text("{}")
     command = f"`onehead convert --model {tmp_path}` {said}"
@@ -35,7 +37,9 @@ def test_older_files_are_refused_with_the_command(files: list[str], said: str, t
 
 def test_a_folder_without_any_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(ConfigurationError, match=r"tokenizer\.json: no such file, nor a tokenizer\.model"):
+    with pytest.raises(
+        ConfigurationError, match=r"tokenizer\.json: no such file, nor a tokenizer\.model"
+    ):
         tokenizer_path(tmp_path)
     with pytest.raises(ConfigurationError, match="no such folder; --model takes"):
         tokenizer_path(tmp_path / "nowhere")
@@ -47,4 +51,7 @@ def test_serve_refuses_it_with_its_exit_status(tiny_folder: Path, tmp_path: Path
     make_tokenizer().model.save(str(folder))
     command = [sys.executable, "-m", "commands.cli", "serve", str(folder), "--port", "0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 78 and f"onehead convert --model {folder}` makes it" in done.stderr.splitlines()[-1]
+    assert (
+        done.returncode == 78
+        and f"onehead convert --model {folder}` makes it" in done.stderr.splitlines()[-1]
+    )

@@ -1,4 +1,6 @@
-"""Processors and the OpenMP environment of the engine: quotas of cgroup v1 and v2, and the user's own settings."""
+"""Processors and the OpenMP environment of the engine: quotas of cgroup v1 and v2, and the user's
+own settings.
+"""
 
 import os
 import sys
@@ -21,7 +23,10 @@ def available(tmp_path: Path, groups: str) -> float:
     proc = tmp_path / "proc"
     write(proc / "cgroup", groups)
     mounts = [f"30 23 0:26 / {tmp_path}/fs rw,relatime shared:4 - cgroup2 cgroup2 rw,nsdelegate"]
-    mounts += [f"31 23 0:27 / {tmp_path}/fs/{name} rw - cgroup cgroup rw,{name}" for name in ("cpu,cpuacct", "memory")]
+    mounts += [
+        f"31 23 0:27 / {tmp_path}/fs/{name} rw - cgroup cgroup rw,{name}"
+        for name in ("cpu,cpuacct", "memory")
+    ]
     write(proc / "mountinfo", "\n".join(["22 1 8:1 / / rw - ext4 /dev/root rw", *mounts]))
     return processors.available_processors(proc)
 
@@ -88,29 +93,51 @@ def test_threads_are_whole_and_at_least_one(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_steps_are_larger_on_a_gpu(
-    max_running: int | None, step_tokens: int | None, has_gpu: bool, expected: tuple[int, int], tmp_path: Path
+    max_running: int | None,
+    step_tokens: int | None,
+    has_gpu: bool,
+    expected: tuple[int, int],
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "nvidia0").touch() if has_gpu else None
     assert processors.step_sizes(max_running, step_tokens, "auto", tmp_path) == expected
-    assert processors.step_sizes(None, None, "cpu", tmp_path) == (64, 512) and processors.step_sizes(None, None, "cuda") == (256, 4096)
+    assert processors.step_sizes(None, None, "cpu", tmp_path) == (
+        64,
+        512,
+    ) and processors.step_sizes(None, None, "cuda") == (256, 4096)
 
 
-@pytest.mark.parametrize(("visible", "expected"), [(None, True), ("1", True), ("MIG-abc", True), ("", False), ("-1", False)])
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [(None, True), ("1", True), ("MIG-abc", True), ("", False), ("-1", False)],
+)
 def test_a_hidden_gpu_is_not_used(visible: str | None, expected: bool, tmp_path: Path) -> None:
     (tmp_path / "nvidia0").touch()
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert processors.on_gpu("auto", tmp_path, environment) is expected and processors.on_gpu("cuda", tmp_path, environment)
+    assert processors.on_gpu("auto", tmp_path, environment) is expected and processors.on_gpu(
+        "cuda", tmp_path, environment
+    )
 
 
 def test_threads_spin_for_a_short_time_unless_the_user_says_otherwise() -> None:
-    assert processors.engine_environment({"A": "b"}) == {"A": "b", "GOMP_SPINCOUNT": str(processors.SPIN_ITERATIONS)}
+    assert processors.engine_environment({"A": "b"}) == {
+        "A": "b",
+        "GOMP_SPINCOUNT": str(processors.SPIN_ITERATIONS),
+    }
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         assert processors.engine_environment({name: "x"}) == {name: "x"}
 
 
-@pytest.mark.parametrize(("threads", "quota", "warned"), [(2, 2.0, False), (2, 1.5, True), (4, 2.0, True), (1, 1.0, False)])
+@pytest.mark.parametrize(
+    ("threads", "quota", "warned"),
+    [(2, 2.0, False), (2, 1.5, True), (4, 2.0, True), (1, 1.0, False)],
+)
 def test_more_threads_than_processors_are_told(
-    threads: int, quota: float, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    threads: int,
+    quota: float,
+    warned: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("server.service.available_processors", lambda: quota)
     _warn_of_threads(threads)

@@ -1,4 +1,6 @@
-"""The supervisor as a state machine: no token is lost or repeated through engine crashes, and hopeless restarts end."""
+"""The supervisor as a state machine: no token is lost or repeated through engine crashes, and
+hopeless restarts end.
+"""
 
 import random
 from collections.abc import Callable
@@ -31,7 +33,9 @@ PATIENCE = Timeouts(stall=10.0, start=600.0, recovery=RECOVERY)
 class ScriptedEngine:
     """An engine whose messages and exit the test decides."""
 
-    def __init__(self, on_message: Callable[[protocol.FromEngine], None], on_exit: Callable[[int], None]) -> None:
+    def __init__(
+        self, on_message: Callable[[protocol.FromEngine], None], on_exit: Callable[[int], None]
+    ) -> None:
         self.on_message = on_message
         self.on_exit = on_exit
         self.sent: list[protocol.ToEngine] = []
@@ -54,9 +58,20 @@ class ScriptedEngine:
         tokens = []
         for submit in list(self.open.values()):
             ends = 0 in submit.stop_token_ids
-            token = next_token(submit.prompt + submit.output, submit.sampling.seed, 0.1 if ends else 0.0, may_end=ends)
+            token = next_token(
+                submit.prompt + submit.output,
+                submit.sampling.seed,
+                0.1 if ends else 0.0,
+                may_end=ends,
+            )
             submit.output.append(token)
-            finish = "eos_token" if token == 0 else "length" if len(submit.output) >= submit.max_new_tokens else None
+            finish = (
+                "eos_token"
+                if token == 0
+                else "length"
+                if len(submit.output) >= submit.max_new_tokens
+                else None
+            )
             tokens.append(protocol.Token(submit.id, len(submit.output) - 1, token, -1.0, finish))
             if finish:
                 del self.open[submit.id]
@@ -93,20 +108,30 @@ class Bench:
     def submit(self, seed: int = 0, max_new: int = 10, ends: bool = True) -> int:
         inbox: list[SequenceEvent] = []
         stops = [0] if ends else []
-        submit = protocol.Submit(0, [1, 2, seed], [], max_new, 0, stops, protocol.Sampling(seed=seed))
+        submit = protocol.Submit(
+            0, [1, 2, seed], [], max_new, 0, stops, protocol.Sampling(seed=seed)
+        )
         id = self.supervisor.submit(submit, inbox.append)
         self.delivered[id] = inbox
         return id
 
     def check(self, id: int, request: tuple[int, int], is_cancelled: bool) -> None:
-        """A request (seed, max_new) has had its tokens and one end, or some of its tokens if it was cancelled."""
+        """A request (seed, max_new) has had its tokens and one end, or some of its tokens if it was
+        cancelled.
+        """
         seed, max_new = request
         expected = oracle([1, 2, seed], max_new, 0, frozenset({0}), seed, 0.1)
-        ends = [event for event in self.delivered[id] if isinstance(event, protocol.Failed) or event.finish is not None]
+        ends = [
+            event
+            for event in self.delivered[id]
+            if isinstance(event, protocol.Failed) or event.finish is not None
+        ]
         if is_cancelled:
             assert self.tokens(id) == expected[: len(self.tokens(id))]
         else:
-            assert self.tokens(id) == expected and len(ends) == 1 and ends[0] is self.delivered[id][-1], seed
+            assert (
+                self.tokens(id) == expected and len(ends) == 1 and ends[0] is self.delivered[id][-1]
+            ), seed
 
     def tokens(self, id: int) -> list[int]:
         return [event.token for event in self.delivered[id] if isinstance(event, protocol.Token)]
@@ -157,7 +182,11 @@ def test_the_last_words_of_a_dead_engine_count_for_nothing() -> None:
     old.on_message(protocol.Failed(id, "late"))
     old.on_message(protocol.Refused("late"))
     old.on_exit(1)
-    assert bench.delivered[id] == [] and bench.supervisor.state is State.READY and len(bench.engines) == 2
+    assert (
+        bench.delivered[id] == []
+        and bench.supervisor.state is State.READY
+        and len(bench.engines) == 2
+    )
 
 
 def test_its_status_says_how_far_an_engine_is_and_why_it_replaces_another() -> None:
@@ -198,7 +227,9 @@ FAILED_LOADS: dict[Callable[[Bench], None], tuple[State, str]] = {
 
 
 @pytest.mark.parametrize("fail", FAILED_LOADS, ids=lambda fail: fail.__name__)
-def test_a_reload_that_fails_is_tried_until_requests_wait_no_more_and_says_its_reason(fail: Callable[[Bench], None]) -> None:
+def test_a_reload_that_fails_is_tried_until_requests_wait_no_more_and_says_its_reason(
+    fail: Callable[[Bench], None],
+) -> None:
     state, reason = FAILED_LOADS[fail]
     bench = Bench()
     supervisor = bench.supervisor
@@ -219,15 +250,23 @@ def test_a_reload_that_fails_is_tried_until_requests_wait_no_more_and_says_its_r
         waited += pause
         assert waited < RECOVERY + 2 * MAX_BACKOFF_SECONDS
     assert supervisor.state is state and supervisor.reason.endswith(f"the last one {reason}")
-    assert waited >= RECOVERY and pauses[:6] == [0.5, 1.0, 2.0, 4.0, 8.0, 8.0], "with pauses that grow"
+    assert waited >= RECOVERY and pauses[:6] == [0.5, 1.0, 2.0, 4.0, 8.0, 8.0], (
+        "with pauses that grow"
+    )
     *_, failed = bench.delivered[id]
-    assert isinstance(failed, protocol.Failed) and failed.code == "engine_unavailable" and reason in failed.reason
+    assert (
+        isinstance(failed, protocol.Failed)
+        and failed.code == "engine_unavailable"
+        and reason in failed.reason
+    )
     (late,) = bench.delivered[bench.submit()]
     assert isinstance(late, protocol.Failed) and reason in late.reason
 
 
 @pytest.mark.parametrize("fail", FAILED_LOADS, ids=lambda fail: fail.__name__)
-def test_a_reload_that_fails_for_a_while_costs_no_request_anything(fail: Callable[[Bench], None]) -> None:
+def test_a_reload_that_fails_for_a_while_costs_no_request_anything(
+    fail: Callable[[Bench], None],
+) -> None:
     bench = Bench()
     bench.engine.on_message(READY)
     id = bench.submit(seed=5, ends=False)
@@ -237,7 +276,9 @@ def test_a_reload_that_fails_for_a_while_costs_no_request_anything(fail: Callabl
         fail(bench)
         bench.supervisor.tick(MAX_BACKOFF_SECONDS)
     bench.engine.on_message(READY)
-    assert bench.supervisor.crash_policy.failed_loads == 0 and list(bench.engine.open) == [id], "and none is sent by itself"
+    assert bench.supervisor.crash_policy.failed_loads == 0 and list(bench.engine.open) == [id], (
+        "and none is sent by itself"
+    )
     while bench.supervisor.open:
         bench.engine.step()
     assert bench.tokens(id) == oracle([1, 2, 5], 10, 0, frozenset(), 5, 0.0)
@@ -255,7 +296,9 @@ def test_a_slow_load_is_tried_more_than_once_although_requests_wait_no_more() ->
     assert bench.supervisor.state is State.REFUSED
 
 
-def test_a_first_engine_that_ends_while_it_loads_is_tried_again_and_then_given_up_and_everyone_told() -> None:
+def test_a_first_engine_that_ends_while_it_loads_is_tried_again_and_then_given_up_and_everyone_told() -> (  # noqa: E501
+    None
+):
     bench = Bench()
     id = bench.submit()
     for _ in range(MIN_LOADS):
@@ -313,12 +356,18 @@ def test_it_gives_up_after_deaths_without_a_token() -> None:
         bench.supervisor.tick(BACKOFF_SECONDS)
         bench.engine.on_message(READY)
         bench.engine.kill()
-    assert bench.supervisor.state is State.GAVE_UP and len(bench.engines) == MAX_UNATTRIBUTED_CRASHES
+    assert (
+        bench.supervisor.state is State.GAVE_UP and len(bench.engines) == MAX_UNATTRIBUTED_CRASHES
+    )
 
 
 @pytest.mark.parametrize("place", [0, 3, 6])
-def test_the_request_that_no_engine_survives_taking_in_is_found_and_the_others_finish(place: int) -> None:
-    """Seven sequences, one of which crashes every engine that it is sent to, before anything is computed."""
+def test_the_request_that_no_engine_survives_taking_in_is_found_and_the_others_finish(
+    place: int,
+) -> None:
+    """Seven sequences, one of which crashes every engine that it is sent to, before anything is
+    computed.
+    """
     bench = Bench()
     ids = [bench.submit(seed=i, ends=False) for i in range(7)]
     bench.engine.on_message(READY)
@@ -333,7 +382,9 @@ def test_the_request_that_no_engine_survives_taking_in_is_found_and_the_others_f
     assert isinstance(failed, protocol.Failed) and failed.code == "request_quarantined"
     assert bench.supervisor.crash_policy.num_quarantined == 1
     for i, id in enumerate(ids):
-        assert bench.tokens(id) == ([] if i == place else oracle([1, 2, i], 10, 0, frozenset(), i, 0.0))
+        assert bench.tokens(id) == (
+            [] if i == place else oracle([1, 2, i], 10, 0, frozenset(), i, 0.0)
+        )
     later = [bench.submit(), bench.submit()]
     assert all(id in bench.engine.open for id in later), "with nothing left to be careful of"
 
@@ -354,7 +405,9 @@ def test_care_ends_with_a_token_however_many_wait() -> None:
     first, second = bench.submit(ends=False), bench.submit(ends=False)
     assert list(bench.engine.open) == [first]
     bench.engine.step()
-    assert second in bench.engine.open and all(bench.submit() in bench.engine.open for _ in range(3)), "not all of them run"
+    assert second in bench.engine.open and all(
+        bench.submit() in bench.engine.open for _ in range(3)
+    ), "not all of them run"
 
 
 def test_a_death_of_what_was_called_off_meanwhile_is_not_one_of_nobody() -> None:
@@ -374,7 +427,11 @@ def test_care_outlives_a_client_that_leaves() -> None:
         bench.supervisor.tick(MAX_BACKOFF_SECONDS)
         bench.engine.on_message(READY)
     (failed,) = bench.delivered[poison]
-    assert isinstance(failed, protocol.Failed) and failed.code == "request_quarantined" and other in bench.engine.open
+    assert (
+        isinstance(failed, protocol.Failed)
+        and failed.code == "request_quarantined"
+        and other in bench.engine.open
+    )
 
 
 def test_an_engine_that_lived_long_owes_nothing_to_those_before_it() -> None:
@@ -385,7 +442,10 @@ def test_an_engine_that_lived_long_owes_nothing_to_those_before_it() -> None:
             bench.supervisor.tick(1.0)
             bench.engine.on_message(protocol.Heartbeat(0))
         bench.engine.kill()
-    assert bench.supervisor.state is State.STARTING and len(bench.engines) == 1 + 3 * MAX_UNATTRIBUTED_CRASHES
+    assert (
+        bench.supervisor.state is State.STARTING
+        and len(bench.engines) == 1 + 3 * MAX_UNATTRIBUTED_CRASHES
+    )
 
 
 def test_an_idle_engine_tells_of_its_device() -> None:
@@ -425,7 +485,11 @@ def test_an_engine_that_never_loads_is_replaced_and_the_waiting_are_told_in_time
     assert bench.delivered[id] == [] and not bench.supervisor.recovery_overdue
     bench.supervisor.tick(1)
     (failed,) = bench.delivered[id]
-    assert isinstance(failed, protocol.Failed) and failed.code == "engine_unavailable" and bench.supervisor.recovery_overdue
+    assert (
+        isinstance(failed, protocol.Failed)
+        and failed.code == "engine_unavailable"
+        and bench.supervisor.recovery_overdue
+    )
     assert len(bench.engines) == 2
     bench.supervisor.tick(PATIENCE.start)
     bench.supervisor.tick(MAX_BACKOFF_SECONDS)
@@ -437,7 +501,10 @@ def test_an_engine_that_never_loads_is_replaced_and_the_waiting_are_told_in_time
 def test_requests_wait_for_an_engine_as_long_as_two_loads_take() -> None:
     """Of the first engine; a later one that takes longer does not change it."""
     timeouts = Timeouts(stall=10.0, start=600.0, recovery=None)
-    assert timeouts.recovery_after(4.0) == MIN_RECOVERY == RECOVERY and timeouts.recovery_after(50.0) == 100.0
+    assert (
+        timeouts.recovery_after(4.0) == MIN_RECOVERY == RECOVERY
+        and timeouts.recovery_after(50.0) == 100.0
+    )
     bench = Bench(timeouts)
     bench.supervisor.tick(50.0)
     bench.engine.on_message(READY)
@@ -471,7 +538,10 @@ def test_the_request_that_kills_engines_is_found_and_the_others_finish(place: in
             bench.engine.on_message(READY)
         else:
             bench.engine.step()
-    assert deaths == SUSPECT_CRASHES + CRASHES_ALONE and bench.supervisor.crash_policy.num_quarantined == 1
+    assert (
+        deaths == SUSPECT_CRASHES + CRASHES_ALONE
+        and bench.supervisor.crash_policy.num_quarantined == 1
+    )
     *_, failed = bench.delivered[poison]
     assert isinstance(failed, protocol.Failed) and failed.code == "request_quarantined"
     for i, id in enumerate(ids):
@@ -490,7 +560,10 @@ def test_an_engine_that_dies_of_every_request_is_given_up() -> None:
         bench.engine.on_message(READY)
         bench.engine.on_message(started(list(bench.engine.open)))
         bench.engine.kill()
-    assert bench.supervisor.state is State.GAVE_UP and bench.supervisor.crash_policy.num_quarantined == MAX_QUARANTINES
+    assert (
+        bench.supervisor.state is State.GAVE_UP
+        and bench.supervisor.crash_policy.num_quarantined == MAX_QUARANTINES
+    )
 
 
 def test_a_suspect_that_its_client_cancels_frees_the_others() -> None:
@@ -534,14 +607,21 @@ def test_progress_resets_the_count_of_deaths() -> None:
         bench.submit(seed=3, max_new=1000)
         bench.engine.step()
         bench.engine.kill()
-    assert bench.supervisor.state is State.STARTING and len(bench.engines) == 1 + 3 * MAX_UNATTRIBUTED_CRASHES
+    assert (
+        bench.supervisor.state is State.STARTING
+        and len(bench.engines) == 1 + 3 * MAX_UNATTRIBUTED_CRASHES
+    )
 
 
 def test_a_refusal_is_final() -> None:
     bench = Bench()
     bench.engine.on_message(protocol.Refused("config.json: no"))
     bench.engine.on_exit(0)
-    assert bench.supervisor.state is State.REFUSED and bench.supervisor.reason == "config.json: no" and len(bench.engines) == 1
+    assert (
+        bench.supervisor.state is State.REFUSED
+        and bench.supervisor.reason == "config.json: no"
+        and len(bench.engines) == 1
+    )
 
 
 def test_stopping_ends_open_sequences_once() -> None:

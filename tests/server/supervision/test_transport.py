@@ -1,4 +1,6 @@
-"""Bytes of the engine's pipe become the same messages however they are split; a process's exit is reported once, after its messages."""
+"""Bytes of the engine's pipe become the same messages however they are split; a process's exit is
+reported once, after its messages.
+"""
 
 import asyncio
 import os
@@ -21,7 +23,9 @@ def messages(rng: random.Random) -> list[protocol.FromEngine]:
     gauges = protocol.Gauges(1, 2, 3, 4, 0.5)
     kinds = [
         lambda: protocol.Heartbeat(rng.randrange(2**40)),
-        lambda: protocol.Tokens([protocol.Token(i, 0, i, -0.5) for i in range(rng.randrange(3000))], gauges),
+        lambda: protocol.Tokens(
+            [protocol.Token(i, 0, i, -0.5) for i in range(rng.randrange(3000))], gauges
+        ),
         lambda: protocol.Failed(1, "x" * rng.randrange(5)),
     ]
     return [rng.choice(kinds)() for _ in range(rng.randint(1, 12))]
@@ -33,7 +37,9 @@ def test_messages_come_out_as_they_went_in_however_the_bytes_are_cut(seed: int) 
     sent = messages(rng)
     ours, theirs = Pipe()
     frames, got, data = Frames(), [], b""
-    for message in sent:  # By the very pipe that an engine writes to, which takes 64 KiB and more at once.
+    for (
+        message
+    ) in sent:  # By the very pipe that an engine writes to, which takes 64 KiB and more at once.
         theirs.send_bytes(protocol.encode(message))
         data += os.read(ours.fileno(), 2**20)
     while data:
@@ -62,12 +68,19 @@ def test_a_message_is_refused_by_its_length_before_it_comes(length: int) -> None
 @pytest.fixture
 def started(
     monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Callable[[str], tuple[EngineProcess, asyncio.Future[int], list[protocol.FromEngine]]]]:
-    """Starts a process that runs a line of Python in place of an engine; `pipe` is its end of the pipe."""
+) -> Iterator[
+    Callable[[str], tuple[EngineProcess, asyncio.Future[int], list[protocol.FromEngine]]]
+]:
+    """Starts a process that runs a line of Python in place of an engine; `pipe` is its end of the
+    pipe.
+    """
     processes: list[EngineProcess] = []
 
     def start(line: str) -> tuple[EngineProcess, asyncio.Future[int], list[protocol.FromEngine]]:
-        code = f"import sys, time; from multiprocessing.connection import Connection; pipe = Connection(int(sys.argv[1])); {line}"
+        code = (
+            "import sys, time; from multiprocessing.connection import Connection; pipe = "
+            f"Connection(int(sys.argv[1])); {line}"
+        )
         popen = subprocess.Popen
         patched = lambda command, **named: popen([sys.executable, "-c", code, command[-2]], **named)  # noqa: E731
         monkeypatch.setattr("server.supervision.transport.subprocess.Popen", patched)
@@ -89,14 +102,18 @@ async def test_everything_is_heard_before_the_exit(started: Any) -> None:
     assert await asyncio.wait_for(ended, 20) == 3 and heard == [protocol.Heartbeat(7)] * 5000
 
 
-@pytest.mark.parametrize("line", ["pipe.send_bytes(b'???'); time.sleep(60)", "pipe.close(); time.sleep(60)"])
+@pytest.mark.parametrize(
+    "line", ["pipe.send_bytes(b'???'); time.sleep(60)", "pipe.close(); time.sleep(60)"]
+)
 async def test_what_speaks_no_more_is_ended(started: Any, line: str) -> None:
     process, ended, heard = started(line)
     process.send(protocol.Cancel(1))
     assert await asyncio.wait_for(ended, 20) == -9 and heard == []
 
 
-async def test_a_message_that_cannot_be_written_ends_the_engine_and_is_heard_of(started: Any) -> None:
+async def test_a_message_that_cannot_be_written_ends_the_engine_and_is_heard_of(
+    started: Any,
+) -> None:
     process, ended, _ = started("time.sleep(60)")
     process.send(object())
     assert await asyncio.wait_for(ended, 20) == -9

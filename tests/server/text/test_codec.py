@@ -1,4 +1,6 @@
-"""Incremental detokenization is exact for every split of characters; stop strings are found across all splits."""
+"""Incremental detokenization is exact for every split of characters; stop strings are found across
+all splits.
+"""
 
 import json
 import random
@@ -24,11 +26,14 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
 
 
 def byte_ids(codec: TextCodec, data: bytes) -> list[int]:
-    """One token for each byte, whatever the bytes: the tokenizer's alphabet, by the letter it prints a byte as."""
+    """One token for each byte, whatever the bytes: the tokenizer's alphabet, by the letter it
+    prints a byte as.
+    """
     from tokenizers import pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    # GPT-2's table: bytes that print stand for themselves, the others are shifted past 255 in their order.
+    # GPT-2's table: bytes that print stand for themselves, the others are shifted past 255 in their
+    # order.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     shifted = [b for b in range(256) if b not in printable]
     letter = {b: chr(b) if b in printable else chr(256 + shifted.index(b)) for b in range(256)}
@@ -41,7 +46,10 @@ def streamed(codec: TextCodec, ids: list[int]) -> list[str]:
     return [*(detokenizer.push(id) for id in ids), detokenizer.flush()]
 
 
-@pytest.mark.parametrize("text", ["plain", "äöü", "€ and 漢字", "👩‍👩‍👧‍👦🇩🇪", "a\ufffdb", "\x00\u202e\u200b", "e\u0301" * 30])
+@pytest.mark.parametrize(
+    "text",
+    ["plain", "äöü", "€ and 漢字", "👩‍👩‍👧‍👦🇩🇪", "a\ufffdb", "\x00\u202e\u200b", "e\u0301" * 30],
+)
 def test_every_byte_of_every_character_alone(codec: TextCodec, text: str) -> None:
     pieces = streamed(codec, byte_ids(codec, text.encode()))
     assert "".join(pieces) == text
@@ -65,8 +73,14 @@ def test_any_bytes_stream_to_what_one_decode_gives(codec: TextCodec, data: bytes
         piece.encode("utf-8")
 
 
-@given(st.text(alphabet="ab<", max_size=30), st.lists(st.text(alphabet="ab<", min_size=1, max_size=4), max_size=3), st.data())
-def test_stop_strings_end_the_text_where_the_first_is_complete(text: str, stops: list[str], data: st.DataObject) -> None:
+@given(
+    st.text(alphabet="ab<", max_size=30),
+    st.lists(st.text(alphabet="ab<", min_size=1, max_size=4), max_size=3),
+    st.data(),
+)
+def test_stop_strings_end_the_text_where_the_first_is_complete(
+    text: str, stops: list[str], data: st.DataObject
+) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     finder, out = StopStrings(tuple(stops)), ""
     for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
@@ -75,11 +89,21 @@ def test_stop_strings_end_the_text_where_the_first_is_complete(text: str, stops:
         if stopped:
             break
     # Character by character, the text ends as soon as any stop string is complete.
-    expected = next((text[:i] for i in range(1, len(text) + 1) if any(text[:i].endswith(stop) for stop in stops)), text)
+    expected = next(
+        (
+            text[:i]
+            for i in range(1, len(text) + 1)
+            if any(text[:i].endswith(stop) for stop in stops)
+        ),
+        text,
+    )
     assert out == expected
 
 
-@given(st.text(alphabet="ab", max_size=40), st.lists(st.text(alphabet="ab", min_size=1, max_size=8), min_size=1, max_size=4))
+@given(
+    st.text(alphabet="ab", max_size=40),
+    st.lists(st.text(alphabet="ab", min_size=1, max_size=8), min_size=1, max_size=4),
+)
 def test_stop_strings_are_found_one_character_at_a_time(text: str, stops: list[str]) -> None:
     finder, out = StopStrings(tuple(stops)), ""
     for character in text:
@@ -87,7 +111,9 @@ def test_stop_strings_are_found_one_character_at_a_time(text: str, stops: list[s
         out += piece
         if stopped:
             break
-    assert out == next((text[:i] for i in range(1, len(text) + 1) if text[:i].endswith(tuple(stops))), text)
+    assert out == next(
+        (text[:i] for i in range(1, len(text) + 1) if text[:i].endswith(tuple(stops))), text
+    )
 
 
 def test_padding_and_truncation_of_a_tokenizers_training_are_not_obeyed(tmp_path: Path) -> None:
@@ -126,7 +152,9 @@ def test_what_is_held_back_is_never_more_than_may_begin_a_stop_and_always_releas
         if stopped is not None:
             break
         held = text[len(out) : end]
-        assert text[:end].startswith(out) and (not held or any(stop.startswith(held) for stop in stops))
+        assert text[:end].startswith(out) and (
+            not held or any(stop.startswith(held) for stop in stops)
+        )
         assert not (keep and held), "text that stays is never held back"
     if stopped is None:
         out += finder.flush()
@@ -141,7 +169,9 @@ def test_what_is_held_back_is_never_more_than_may_begin_a_stop_and_always_releas
 def test_special_tokens_and_ends(tmp_path: Path, codec: TextCodec) -> None:
     assert codec.special_ids == {0} and codec.encode("<|endoftext|>a")[0] == 0
     make_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|endoftext|>"}}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"content": "<|endoftext|>"}})
+    )
     assert TextCodec(tmp_path).end_token_ids == (0,)
     (tmp_path / "tokenizer_config.json").write_text("[1]")
     with pytest.raises(CheckpointError, match="tokenizer_config"):
@@ -166,7 +196,9 @@ def test_a_missing_or_broken_tokenizer_is_named(tmp_path: Path) -> None:
 def joining_codec(folder: Path, strips: bool) -> TextCodec:
     """A vocabulary of SentencePiece's kind: words, spaces as U+2581, single bytes."""
     words = ["a", "\u2581b", "\u2581\u2581", "\u4e2d\u2581x", "\n", "\u2581\u00e9"]
-    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {word: 256 + id for id, word in enumerate(words)}
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {
+        word: 256 + id for id, word in enumerate(words)
+    }
     tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
     parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if strips else parts)
@@ -175,14 +207,17 @@ def joining_codec(folder: Path, strips: bool) -> TextCodec:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "joined", "stripped"])
-def test_what_is_decoded_token_by_token_is_what_is_decoded_at_once(kind: str, tmp_path: Path) -> None:
+def test_what_is_decoded_token_by_token_is_what_is_decoded_at_once(
+    kind: str, tmp_path: Path
+) -> None:
     make_tokenizer().save(str(tmp_path / "tokenizer.json"))
     found = TextCodec(tmp_path) if kind == "bytes" else joining_codec(tmp_path, kind == "stripped")
     for seed in range(400):
         rng = random.Random(seed)
         ids: list[int] = []
         for _ in range(rng.randint(1, 30)):
-            # Decoders of runs of single bytes take back whole characters once an invalid one follows, so there are only valid ones.
+            # Decoders of runs of single bytes take back whole characters once an invalid one
+            # follows, so there are only valid ones.
             data = rng.choice("x\u00e9\u4e2d\U0001f600").encode()
             single = byte_ids(found, data) if kind == "bytes" else list(data)
             ids += single if rng.random() < 0.4 else [rng.randrange(256, found.largest_id + 1)]

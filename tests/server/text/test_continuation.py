@@ -1,6 +1,8 @@
-"""The text of a continuation is that of prompt and continuation without the prompt's, as transformers slices it, whatever the decoder.
+"""The text of a continuation is that of prompt and continuation without the prompt's, as
+transformers slices it, whatever the decoder.
 
-Pieces joined, token texts joined and whole texts agree; stops and bad words that are pieces of the text work.
+Pieces joined, token texts joined and whole texts agree; stops and bad words that are pieces of the
+text work.
 """
 
 import random
@@ -41,14 +43,22 @@ class Kind:
             yield ids[:cut], ids[cut:]
 
     def text(self, ids: list[int], skips: bool = True) -> Any:
-        return self.oracle.decode(ids, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
+        return self.oracle.decode(
+            ids, skip_special_tokens=skips, clean_up_tokenization_spaces=False
+        )
 
     def pieces(self, prompt: list[int], ids: list[int], **fields: Any) -> list[Piece]:
         request = Request(prompt=prompt, sampling=protocol.Sampling(), **fields)
         made: list[Piece] = []
-        choice = ChoiceDetokenizer(self.codec, Choice(len(prompt), len(ids), index=0, request=request))
+        choice = ChoiceDetokenizer(
+            self.codec, Choice(len(prompt), len(ids), index=0, request=request)
+        )
         for index, id in enumerate(ids):
-            made.append(choice.piece(protocol.Token(1, index, id, -1.0, "length" if index == len(ids) - 1 else None)))
+            made.append(
+                choice.piece(
+                    protocol.Token(1, index, id, -1.0, "length" if index == len(ids) - 1 else None)
+                )
+            )
             if made[-1].finish is not None:
                 break
         return made
@@ -62,7 +72,11 @@ def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     tokenizer = make_decoding_tokenizer(request.param, folder)
     oracle = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     names = map(tokenizer.id_to_token, range(tokenizer.get_vocab_size()))
-    return Kind(TextCodec(folder), oracle, [str(name).startswith("<0x") or len(str(name)) == 1 for name in names])
+    return Kind(
+        TextCodec(folder),
+        oracle,
+        [str(name).startswith("<0x") or len(str(name)) == 1 for name in names],
+    )
 
 
 @pytest.mark.parametrize("skips", [True, False])
@@ -102,7 +116,10 @@ def test_a_bad_word_that_is_a_piece_of_the_text_is_spelt_as_its_token(kind: Kind
         assert [id] in found, word
         for ids in found:
             whole = kind.codec.decode([*anchor, *ids])
-            assert whole in (kind.codec.decode(anchor) + word, f"{kind.codec.decode(anchor)} {word.lstrip()}")
+            assert whole in (
+                kind.codec.decode(anchor) + word,
+                f"{kind.codec.decode(anchor)} {word.lstrip()}",
+            )
 
 
 def test_a_token_alone_has_the_text_that_it_has_in_a_text(kind: Kind) -> None:

@@ -1,4 +1,6 @@
-"""Structured output: finished outputs parse and validate for any logits; constraints that are not supported are refused."""
+"""Structured output: finished outputs parse and validate for any logits; constraints that are not
+supported are refused.
+"""
 
 import asyncio
 import json
@@ -39,14 +41,28 @@ def grammars() -> Grammars:
 
 def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
     """A schema that llguidance supports and random tokens can finish."""
-    kinds = ["integer", "string", "boolean", "enum", "null", "number", "const"] + ["object", "array", "anyOf"] * (depth < 3)
+    kinds = ["integer", "string", "boolean", "enum", "null", "number", "const"] + [
+        "object",
+        "array",
+        "anyOf",
+    ] * (depth < 3)
     kind = rng.choice(["object"] if depth == 0 else kinds)
     if kind == "object":
         names = rng.sample(["a", "b", "name", "n", "x y", "é"], rng.randint(1, 4))
         properties = {name: random_schema(rng, depth + 1) for name in names}
-        return {"type": "object", "properties": properties, "required": names[: rng.randint(0, len(names))], "additionalProperties": False}
+        return {
+            "type": "object",
+            "properties": properties,
+            "required": names[: rng.randint(0, len(names))],
+            "additionalProperties": False,
+        }
     if kind == "array":
-        return {"type": "array", "items": random_schema(rng, depth + 1), "minItems": rng.randint(0, 1), "maxItems": rng.randint(1, 3)}
+        return {
+            "type": "array",
+            "items": random_schema(rng, depth + 1),
+            "minItems": rng.randint(0, 1),
+            "maxItems": rng.randint(1, 3),
+        }
     if kind == "anyOf":
         return {"anyOf": [random_schema(rng, depth + 1) for _ in range(2)]}
     if kind == "string":
@@ -77,7 +93,10 @@ def test_200_random_schemas_through_the_server(embedded_server: ServerProcess) -
             "max_tokens": 120,
             "temperature": 1.2,
             "seed": seed,
-            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": schema},
+            },
         }
         status, answer = embedded_server.post("/v1/completions", body)
         assert status == 200, (seed, schema, answer)
@@ -86,7 +105,9 @@ def test_200_random_schemas_through_the_server(embedded_server: ServerProcess) -
             value = json.loads(choice["text"])
             jsonschema.validate(value, schema)
             compact = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
-            assert len(choice["text"]) <= len(compact) + 8 * compact.count("\\") + 40, "optional whitespace"
+            assert len(choice["text"]) <= len(compact) + 8 * compact.count("\\") + 40, (
+                "optional whitespace"
+            )
         return True, choice["finish_reason"] == "stop"
 
     with ThreadPoolExecutor(16) as pool:
@@ -94,7 +115,9 @@ def test_200_random_schemas_through_the_server(embedded_server: ServerProcess) -
     assert len(outcomes) == 200 and sum(finished for _, finished in outcomes) >= 180
 
 
-def walk(constraint: GrammarConstraint | HealingConstraint, rng: random.Random, most: int = 400) -> list[int]:
+def walk(
+    constraint: GrammarConstraint | HealingConstraint, rng: random.Random, most: int = 400
+) -> list[int]:
     """Tokens drawn at random under the mask, with the forced ones, to the end token."""
     output = list(constraint.forced)
     while len(output) < most:
@@ -123,15 +146,20 @@ def vocabulary(request: pytest.FixtureRequest) -> Path:
 
 
 def test_requests_served_together_get_what_each_gets_alone(vocabulary: Path) -> None:
-    """Requests over 40 grammars on 64 streams, with preemption and two replays: requests share neither lexers nor their limits. At
-    length: tests.trials.grammar_isolation.
+    """Requests over 40 grammars on 64 streams, with preemption and two replays: requests share
+    neither lexers nor their limits. At length: tests.trials.grammar_isolation.
     """
     codec = TextCodec(vocabulary)
     grammars, refused = compiled(codec)
     assert not refused and len(set(grammars)) == 40
     served = read_grammars(codec.path, list(codec.end_token_ids))
-    asked, ends = requests(grammars, 200 if vocabulary == EMBEDDED else 80, 100, seed=1), list(codec.end_token_ids)
-    for request, outcome in zip(asked, together(asked, served, ends, seed=1, crashes=2), strict=True):
+    asked, ends = (
+        requests(grammars, 200 if vocabulary == EMBEDDED else 80, 100, seed=1),
+        list(codec.end_token_ids),
+    )
+    for request, outcome in zip(
+        asked, together(asked, served, ends, seed=1, crashes=2), strict=True
+    ):
         assert outcome == alone(request, fresh(served), ends), request
         assert outcome[1] in ("eos_token", "length") or request.grammar in grammars[-len(BOMBS) :]
 
@@ -151,7 +179,9 @@ def test_a_request_that_fails_leaves_others_with_the_same_grammar_alone(grammars
         constraint.advance(z)
 
 
-ANSWERED = PUBLISHED + [("regex", expression) for expression in EVERYDAY if ("regex", expression) not in PUBLISHED]
+ANSWERED = PUBLISHED + [
+    ("regex", expression) for expression in EVERYDAY if ("regex", expression) not in PUBLISHED
+]
 
 
 @pytest.mark.parametrize(("kind", "value"), ANSWERED, ids=lambda x: str(x)[:40])
@@ -179,18 +209,26 @@ def large_grammars(large_folder: Path) -> Grammars:
     return read_grammars(large_folder / "tokenizer.json", [1])
 
 
-async def test_a_grammar_that_fails_after_some_tokens_only_is_refused_before(compiler: Compiler) -> None:
+async def test_a_grammar_that_fails_after_some_tokens_only_is_refused_before(
+    compiler: Compiler,
+) -> None:
     """The highest ids alone lead nowhere near the part that is too complex."""
     with pytest.raises(InvalidRequest, match="too complex"):
         await compiler.compile(Source("regex", "\\x{10FFFF}{40}|!(?:a{1,1000}){1000}", "f"))
 
 
-def submit(grammar: str = "", healed: str = "", output: list[int] | None = None, end: int = END) -> protocol.Submit:
-    return protocol.Submit(0, [1], output or [], 500, 0, [end], protocol.Sampling(), grammar=grammar, healed=healed)
+def submit(
+    grammar: str = "", healed: str = "", output: list[int] | None = None, end: int = END
+) -> protocol.Submit:
+    return protocol.Submit(
+        0, [1], output or [], 500, 0, [end], protocol.Sampling(), grammar=grammar, healed=healed
+    )
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_a_constraint_cut_anywhere_and_replayed_goes_on_as_it_was(compiler: Compiler, grammars: Grammars, part: int) -> None:
+def test_a_constraint_cut_anywhere_and_replayed_goes_on_as_it_was(
+    compiler: Compiler, grammars: Grammars, part: int
+) -> None:
     codec = TextCodec(EMBEDDED)
     for seed in range(part, 60, 4):
         rng = random.Random(seed)
@@ -210,20 +248,35 @@ def test_a_constraint_cut_anywhere_and_replayed_goes_on_as_it_was(compiler: Comp
             assert replayed.mask is not None and replayed.mask[rest[0] // 8] >> (rest[0] % 8) & 1
 
 
-def test_forced_tokens_are_taken_several_at_a_step_and_with_their_logprobs(embedded_server: ServerProcess) -> None:
-    schema = {"type": "object", "properties": {"a_long_name_of_a_field": {"type": "boolean"}}, "required": ["a_long_name_of_a_field"]}
-    body = {"prompt": "x", "max_tokens": 60, "temperature": 0, "logprobs": 1, "structured_outputs": {"json": schema}}
+def test_forced_tokens_are_taken_several_at_a_step_and_with_their_logprobs(
+    embedded_server: ServerProcess,
+) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a_long_name_of_a_field": {"type": "boolean"}},
+        "required": ["a_long_name_of_a_field"],
+    }
+    body = {
+        "prompt": "x",
+        "max_tokens": 60,
+        "temperature": 0,
+        "logprobs": 1,
+        "structured_outputs": {"json": schema},
+    }
     before = embedded_server.metric("onehead_step_time_seconds_count")
     status, answer = embedded_server.post("/v1/completions", body)
     steps = embedded_server.metric("onehead_step_time_seconds_count") - before
     (choice,) = answer["choices"]
     assert status == 200 and json.loads(choice["text"]).keys() == {"a_long_name_of_a_field"}
     assert answer["usage"]["completion_tokens"] > steps + 4
-    # The same output, scored as a prompt, has the same log-probabilities: forced tokens' are the model's own too.
+    # The same output, scored as a prompt, has the same log-probabilities: forced tokens' are the
+    # model's own too.
     scored = {"prompt": "x" + choice["text"], "max_tokens": 0, "echo": True, "logprobs": 1}
     logprobs = embedded_server.post("/v1/completions", scored)[1]["choices"][0]["logprobs"]
     if logprobs["tokens"][1:] == choice["logprobs"]["tokens"][:-1]:
-        for ours, theirs in zip(choice["logprobs"]["token_logprobs"], logprobs["token_logprobs"][1:], strict=False):
+        for ours, theirs in zip(
+            choice["logprobs"]["token_logprobs"], logprobs["token_logprobs"][1:], strict=False
+        ):
             assert ours == pytest.approx(theirs, abs=1e-3)
 
 
@@ -231,7 +284,12 @@ def test_a_constrained_stream_outlives_the_engine(embedded_folder: Path) -> None
     server = ServerProcess(embedded_folder)
     try:
         grammar = {"type": "regex", "value": "([0-9]{4}-[a-f]{4} ){40}"}
-        parameters: dict[str, Any] = {"max_new_tokens": 300, "grammar": grammar, "do_sample": True, "seed": 3}
+        parameters: dict[str, Any] = {
+            "max_new_tokens": 300,
+            "grammar": grammar,
+            "do_sample": True,
+            "seed": 3,
+        }
         whole = server.text("x", **parameters)
         assert len(whole) > 300
         stream = server.stream("x", **parameters)
@@ -269,10 +327,16 @@ def test_a_constrained_stream_outlives_the_engine(embedded_folder: Path) -> None
     ],
     ids=lambda x: str(x)[:20],
 )
-async def test_bombs_and_nonsense_are_refused_at_once(compiler: Compiler, kind: Any, value: Any, words: str) -> None:
+async def test_bombs_and_nonsense_are_refused_at_once(
+    compiler: Compiler, kind: Any, value: Any, words: str
+) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
         await asyncio.wait_for(compiler.compile(Source(kind, value, "field")), 5)
-    assert caught.value.param == "field" and "\n" not in caught.value.message and len(caught.value.message) < 200
+    assert (
+        caught.value.param == "field"
+        and "\n" not in caught.value.message
+        and len(caught.value.message) < 200
+    )
 
 
 @pytest.mark.parametrize(
@@ -285,15 +349,25 @@ async def test_bombs_and_nonsense_are_refused_at_once(compiler: Compiler, kind: 
         ('start: "a ::= b"', "a ::= b"),
     ],
 )
-async def test_grammars_of_llama_cpp(compiler: Compiler, grammars: Grammars, grammar: str, pattern: str) -> None:
+async def test_grammars_of_llama_cpp(
+    compiler: Compiler, grammars: Grammars, grammar: str, pattern: str
+) -> None:
     """GBNF, and Lark that has its sign in a text: random tokens make texts of the language."""
     compiled = await compiler.compile(Source("lark", grammar, "grammar"))
     for seed in range(8):
-        rng, constraint, ids = random.Random(seed), grammars.constraint(submit(compiled)), list[int]()
+        rng, constraint, ids = (
+            random.Random(seed),
+            grammars.constraint(submit(compiled)),
+            list[int](),
+        )
         assert constraint is not None
         while len(ids) < 60:
             ids += constraint.forced
-            allowed = [id for id in range(4096) if constraint.mask is not None and constraint.mask[id // 8] >> id % 8 & 1]
+            allowed = [
+                id
+                for id in range(4096)
+                if constraint.mask is not None and constraint.mask[id // 8] >> id % 8 & 1
+            ]
             token = END if END in allowed else rng.choice(allowed)
             if token == END:
                 break
@@ -316,8 +390,12 @@ async def test_deep_schemas(compiler: Compiler, depth: int) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+b", "(a|a)*b", "(a|b)*a(a|b){20}", "((a*)*)*c"])
-async def test_what_explodes_when_backtracking_is_followed_in_bounded_time(compiler: Compiler, grammars: Grammars, pattern: str) -> None:
-    """A derivative of the expression is taken for each character: these cost no more than others, so they are served."""
+async def test_what_explodes_when_backtracking_is_followed_in_bounded_time(
+    compiler: Compiler, grammars: Grammars, pattern: str
+) -> None:
+    """A derivative of the expression is taken for each character: these cost no more than others,
+    so they are served.
+    """
     grammar = await compiler.compile(Source("regex", pattern, "field"))
     constraint = grammars.constraint(submit(grammar))
     assert constraint is not None and constraint.mask is not None
@@ -334,7 +412,9 @@ def test_a_grammar_that_becomes_too_complex_fails_its_own_request(grammars: Gram
         assert constraint is not None
         for _ in range(50):
             assert constraint.mask is not None
-            constraint.advance(max(id for id in range(4096) if constraint.mask[id // 8] >> (id % 8) & 1))
+            constraint.advance(
+                max(id for id in range(4096) if constraint.mask[id // 8] >> (id % 8) & 1)
+            )
 
 
 def _raw_regex(pattern: str) -> str:
@@ -344,14 +424,18 @@ def _raw_regex(pattern: str) -> str:
 
 
 @pytest.mark.parametrize("healed", ["i", "imp", " re", "\n    ", "é", "<", "x.y("])
-def test_healing_writes_the_cut_text_again_and_then_anything(grammars: Grammars, healed: str) -> None:
+def test_healing_writes_the_cut_text_again_and_then_anything(
+    grammars: Grammars, healed: str
+) -> None:
     codec = TextCodec(EMBEDDED)
     for seed in range(10):
         rng, output = random.Random(seed), []
         constraint = grammars.constraint(submit(healed=healed))
         assert constraint is not None
         while constraint.mask is not None:
-            token = rng.choice([id for id in range(4096) if constraint.mask[id // 8] >> (id % 8) & 1])
+            token = rng.choice(
+                [id for id in range(4096) if constraint.mask[id // 8] >> (id % 8) & 1]
+            )
             output.append(token)
             constraint.advance(token)
         assert codec.decode(output).startswith(healed) and not constraint.forced

@@ -6,11 +6,21 @@ from collections import Counter
 import pytest
 
 from server.errors import Overloaded
-from server.text.job_queue import MAX_CHARS, MAX_CLIENT_CHARS, MAX_CLIENT_JOBS, MAX_JOBS, QUANTUM, JobQueue, Ticket
+from server.text.job_queue import (
+    MAX_CHARS,
+    MAX_CLIENT_CHARS,
+    MAX_CLIENT_JOBS,
+    MAX_JOBS,
+    QUANTUM,
+    JobQueue,
+    Ticket,
+)
 
 
 class Simulation:
-    """Clients that add jobs of random cost, on so many places a lane; time passes in steps of the quantum's tenth."""
+    """Clients that add jobs of random cost, on so many places a lane; time passes in steps of the
+    quantum's tenth.
+    """
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)

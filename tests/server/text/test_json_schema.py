@@ -54,7 +54,10 @@ def follower() -> Follower:
 A: dict[str, Any] = {"properties": {"a": {"type": "integer"}}, "type": "object"}
 B: dict[str, Any] = {"properties": {"b": {"type": "integer"}}, "type": "object"}
 TAGGED = {"oneOf": [{"$ref": "#/$defs/X"}, {"$ref": "#/$defs/Y"}, {"type": "null"}]} | {
-    "$defs": {name: {"type": "object", "properties": {"kind": {"const": name}, "n": {"type": "integer"}}} for name in "XY"}
+    "$defs": {
+        name: {"type": "object", "properties": {"kind": {"const": name}, "n": {"type": "integer"}}}
+        for name in "XY"
+    }
 }
 DATE, TIME = {"type": "string", "format": "date"}, {"type": "string", "format": "date-time"}
 
@@ -87,9 +90,17 @@ DATE, TIME = {"type": "string", "format": "date"}, {"type": "string", "format": 
         (TAGGED, '{"n":1}', False),
         (TAGGED, "null", True),
         ({"type": "string", "format": "password"}, '"x"', True),
-        ({"type": "array", "prefixItems": [{"type": "integer"}], "additionalItems": False}, '["x"]', False),
+        (
+            {"type": "array", "prefixItems": [{"type": "integer"}], "additionalItems": False},
+            '["x"]',
+            False,
+        ),
         ({"type": "integer", "maximum": 2**53 - 1}, "9007199254740991", True),
-        ({"type": "object", "minProperties": 1, "additionalProperties": {"type": "integer"}}, '{"x":1}', True),
+        (
+            {"type": "object", "minProperties": 1, "additionalProperties": {"type": "integer"}},
+            '{"x":1}',
+            True,
+        ),
     ],
     ids=str,
 )
@@ -117,14 +128,19 @@ def test_what_a_schema_takes(follower: Follower, schema: Any, text: str, is_take
     ],
     ids=str,
 )
-@pytest.mark.parametrize("place", ["items", "properties", "additionalProperties", "$ref", "prefixItems"])
+@pytest.mark.parametrize(
+    "place", ["items", "properties", "additionalProperties", "$ref", "prefixItems"]
+)
 def test_numbers_have_an_end(follower: Follower, schema: Any, place: str) -> None:
     """However many digits a model likes to write."""
     forms: dict[str, tuple[Any, str]] = {
         "items": ({"type": "array", "items": schema}, "[%s]"),
         "properties": ({"properties": {"a": schema}}, '{"a":%s}'),
         "additionalProperties": ({"type": "object", "additionalProperties": schema}, '{"a":%s}'),
-        "$ref": ({"properties": {"a": {"$ref": "#/$defs/a b"}}, "$defs": {"a b": schema}}, '{"a":%s}'),
+        "$ref": (
+            {"properties": {"a": {"$ref": "#/$defs/a b"}}, "$defs": {"a b": schema}},
+            '{"a":%s}',
+        ),
         "prefixItems": ({"type": "array", "prefixItems": [schema]}, "[%s]"),
     }
     whole, text = forms[place]
@@ -134,26 +150,45 @@ def test_numbers_have_an_end(follower: Follower, schema: Any, place: str) -> Non
 
 
 def test_numbers_of_up_to_16_digits_are_taken(follower: Follower) -> None:
-    for number in ("0", "-1", "0.1", "1234567890123456", "1234567890123.123", "-123456.1234567891", "0.0000000001"):
+    for number in (
+        "0",
+        "-1",
+        "0.1",
+        "1234567890123456",
+        "1234567890123.123",
+        "-123456.1234567891",
+        "0.0000000001",
+    ):
         assert follower.takes({"type": "number"}, number), number
     assert follower.takes({"type": "integer"}, "1234567890123456789")
-    assert follower.takes({"type": "number", "minimum": 1e-11, "maximum": 1.5e-11}, "0.000000000012")
+    assert follower.takes(
+        {"type": "number", "minimum": 1e-11, "maximum": 1.5e-11}, "0.000000000012"
+    )
 
 
 def test_a_value_of_any_kind_has_a_bounded_depth(follower: Follower) -> None:
-    for schema in ({"type": "object"}, {"type": "object", "properties": {"a": True}}, {"type": "object", "additionalProperties": {}}):
+    for schema in (
+        {"type": "object"},
+        {"type": "object", "properties": {"a": True}},
+        {"type": "object", "additionalProperties": {}},
+    ):
         assert follower.takes(schema, '{"a":' + "[" * 7 + "]" * 7 + "}")
         assert not follower.takes(schema, '{"a":' + "[" * 12 + "]" * 12 + "}")
         assert not follower.takes(schema, '{"a":' * 12 + "1" + "}" * 12)
 
 
-@pytest.mark.parametrize("name", ["a b", "Page[int]", "Dict[str, Page<T>]", "a/b", "c~d", "100%", "é", "List`1"])
+@pytest.mark.parametrize(
+    "name", ["a b", "Page[int]", "Dict[str, Page<T>]", "a/b", "c~d", "100%", "é", "List`1"]
+)
 @pytest.mark.parametrize("written", ["plain", "encoded"])
 @pytest.mark.parametrize("place", ["$defs", "definitions", "properties"])
 def test_names_of_references(follower: Follower, name: str, written: str, place: str) -> None:
     pointer = name.replace("~", "~0").replace("/", "~1")
     pointer = quote(pointer, safe="") if written == "encoded" else pointer.replace("%", "%25")
-    schema: dict[str, Any] = {"properties": {"v": {"$ref": f"#/{place}/{pointer}"}}, "required": ["v"]}
+    schema: dict[str, Any] = {
+        "properties": {"v": {"$ref": f"#/{place}/{pointer}"}},
+        "required": ["v"],
+    }
     schema[place] = schema.get(place, {}) | {name: {"const": 1}}
     assert follower.takes(schema, '{"v":1}') and not follower.takes(schema, '{"v":2}')
 
@@ -163,25 +198,58 @@ def test_names_of_references(follower: Follower, name: str, written: str, place:
     [
         ({"const": 2**53 + 1}, "has const 9007199254740993 at #/const"),
         ({"items": {"enum": [1, {"a": 2**63}]}}, "at #/items/enum"),
-        ({"properties": {"n": {"type": "integer", "minimum": -(2**60)}}}, "has minimum -1152921504606846976 at #/properties/n/minimum"),
+        (
+            {"properties": {"n": {"type": "integer", "minimum": -(2**60)}}},
+            "has minimum -1152921504606846976 at #/properties/n/minimum",
+        ),
         ({"type": "number", "maximum": 2.0**60}, "has maximum"),
         ({"type": "integer", "multipleOf": 12345}, "has multipleOf 12345 at #/multipleOf"),
         ({"type": "number", "multipleOf": 0.07}, "has multipleOf 0.07"),
-        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "at #/oneOf: one value could satisfy two branches"),
+        (
+            {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+            "at #/oneOf: one value could satisfy two branches",
+        ),
         ({"oneOf": [A, B]}, "at #/oneOf: one value could satisfy two branches"),
         ({"oneOf": [{"const": 1}, {"const": 1.0}]}, "one value could satisfy two branches"),
-        ({"oneOf": [TAGGED["$defs"]["X"], TAGGED["$defs"]["Y"], {"type": "object"}]}, "one value could satisfy two branches"),  # type: ignore[call-overload]
-        ({"type": "object", "minProperties": 2, "additionalProperties": {"type": "integer"}}, "has minProperties 2 at #/minProperties"),
+        (
+            {"oneOf": [*TAGGED["$defs"].values(), {"type": "object"}]},  # type: ignore[attr-defined]
+            "one value could satisfy two branches",
+        ),
+        (
+            {"type": "object", "minProperties": 2, "additionalProperties": {"type": "integer"}},
+            "has minProperties 2 at #/minProperties",
+        ),
         ({"const": "\u0001"}, "control character"),
         ({"$ref": "https://example.com/x.json"}, "nothing is fetched"),
-        ({"properties": {"a": {"$ref": "#s"}}, "$defs": {"s": {"$anchor": "s", "type": "string"}}}, "no schema of its own has this place"),
-        ({"properties": {"a": {"$id": "http://e/x", "$ref": "#/$defs/s", "$defs": {"s": {}}}}}, "only the whole schema may have one"),
+        (
+            {
+                "properties": {"a": {"$ref": "#s"}},
+                "$defs": {"s": {"$anchor": "s", "type": "string"}},
+            },
+            "no schema of its own has this place",
+        ),
+        (
+            {"properties": {"a": {"$id": "http://e/x", "$ref": "#/$defs/s", "$defs": {"s": {}}}}},
+            "only the whole schema may have one",
+        ),
         ({"oneOf": [{"const": 0}, {"const": -0.0}]}, "one value could satisfy two branches"),
-        ({"oneOf": [{"$ref": "#/$defs/a"}] * 2000, "$defs": {"a": {"enum": [1] * 10_000}}}, "at most 64 branches"),
+        (
+            {"oneOf": [{"$ref": "#/$defs/a"}] * 2000, "$defs": {"a": {"enum": [1] * 10_000}}},
+            "at most 64 branches",
+        ),
         ({"type": "objct"}, 'has type "objct" at #/type: Invalid type: objct'),
-        ({"properties": {"a": {"type": ["string", "nil"]}}}, "at #/properties/a/type: Invalid type: nil"),
-        ({"properties": [1]}, "has properties [1] at #/properties: it is not of the standard's form"),
-        ({"properties": {"a": 5}}, "has a 5 at #/properties/a: a schema is an object, true or false"),
+        (
+            {"properties": {"a": {"type": ["string", "nil"]}}},
+            "at #/properties/a/type: Invalid type: nil",
+        ),
+        (
+            {"properties": [1]},
+            "has properties [1] at #/properties: it is not of the standard's form",
+        ),
+        (
+            {"properties": {"a": 5}},
+            "has a 5 at #/properties/a: a schema is an object, true or false",
+        ),
         ({"allOf": 3}, "has allOf 3 at #/allOf: it is not of the standard's form"),
         ({"enum": []}, "has enum [] at #/enum"),
         ({"minLength": -1}, "has minLength -1 at #/minLength: Expected positive integer"),
@@ -189,12 +257,24 @@ def test_names_of_references(follower: Follower, name: str, written: str, place:
         ({"minimum": "1"}, 'has minimum "1" at #/minimum'),
         ({"oneOf": [{"$ref": "#/nothing"}, {}]}, "at #/oneOf"),
         ({"format": ["date"]}, 'has format ["date"] at #/format: it must be a text'),
-        ({"required": [[1]], "properties": {}}, "has required [[1]] at #/required: Expected string for 'required' item"),
-        ({"items": {"uniqueItems": True}}, "has uniqueItems true at #/items/uniqueItems: it cannot be followed"),
+        (
+            {"required": [[1]], "properties": {}},
+            "has required [[1]] at #/required: Expected string for 'required' item",
+        ),
+        (
+            {"items": {"uniqueItems": True}},
+            "has uniqueItems true at #/items/uniqueItems: it cannot be followed",
+        ),
         ({"properties": {"a": {"not": {}}}}, "has not {} at #/properties/a/not"),
         ({"if": {}, "then": {"type": "string"}}, "has if {} at #/if"),
-        ({"properties": {"a": {"pattern": "(?=x)"}}}, 'has pattern "(?=x)" at #/properties/a/pattern'),
-        ({"patternProperties": {"^a": {}, "b$": {}}}, "at #/patternProperties: patterns must not overlap"),
+        (
+            {"properties": {"a": {"pattern": "(?=x)"}}},
+            'has pattern "(?=x)" at #/properties/a/pattern',
+        ),
+        (
+            {"patternProperties": {"^a": {}, "b$": {}}},
+            "at #/patternProperties: patterns must not overlap",
+        ),
         ([], "which is an object"),
     ],
     ids=str,
@@ -202,7 +282,11 @@ def test_names_of_references(follower: Follower, name: str, written: str, place:
 def test_refusals_name_keyword_value_and_place(schema: Any, words: str) -> None:
     with pytest.raises(SchemaError) as caught:
         prepare(schema)
-    assert words in str(caught.value) and len(str(caught.value)) < 250 and "\n" not in str(caught.value)
+    assert (
+        words in str(caught.value)
+        and len(str(caught.value)) < 250
+        and "\n" not in str(caught.value)
+    )
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400", "1" * 400, "1" * 5000])
@@ -212,24 +296,47 @@ def test_numbers_that_are_not_finite_are_refused_before_anything_is_computed(num
 
 
 def test_a_reference_may_name_any_schema_and_a_text_may_look_like_an_escape() -> None:
-    schema = {"properties": {"a/b": {"type": "string"}, "c": {"$ref": "#/properties/a~1b"}, "d": {"$ref": "#/$defs/e%20f"}}}
+    schema = {
+        "properties": {
+            "a/b": {"type": "string"},
+            "c": {"$ref": "#/properties/a~1b"},
+            "d": {"$ref": "#/$defs/e%20f"},
+        }
+    }
     prepare(schema | {"$defs": {"e f": {"const": "a\\u0041"}}})
 
 
 async def test_a_bound_on_optional_properties_is_refused_by_name() -> None:
     compiler = Compiler(TextCodec(EMBEDDED_MODEL))
     with pytest.raises(InvalidRequest, match="has maxProperties 2 at #/maxProperties"):
-        await compiler.compile(Source("json", json.dumps(A | {"properties": {"a": {}, "b": {}, "c": {}}, "maxProperties": 2}), "field"))
+        await compiler.compile(
+            Source(
+                "json",
+                json.dumps(A | {"properties": {"a": {}, "b": {}, "c": {}}, "maxProperties": 2}),
+                "field",
+            )
+        )
 
 
 def test_settings_of_the_grammar_library_do_not_come_from_a_schema() -> None:
     settings = {"x-guidance": {"lenient": True, "whitespace_flexible": True}}
-    prepared = prepare(settings | {"type": "object", "properties": {"a": settings | {"type": "string"}}})
+    prepared = prepare(
+        settings | {"type": "object", "properties": {"a": settings | {"type": "string"}}}
+    )
     assert "x-guidance" not in json.dumps(prepared)
 
 
 def test_what_a_schema_says_of_itself_asserts_nothing() -> None:
-    about = {"$schema": "x", "$comment": 3, "id": 5, "definitions": {"a": 5}, "$vocabulary": {"y": True}}
-    schema = {"$id": "https://example.com/x", "oneOf": [{"type": "string"}, {"$ref": "#/definitions/b"}]}
+    about = {
+        "$schema": "x",
+        "$comment": 3,
+        "id": 5,
+        "definitions": {"a": 5},
+        "$vocabulary": {"y": True},
+    }
+    schema = {
+        "$id": "https://example.com/x",
+        "oneOf": [{"type": "string"}, {"$ref": "#/definitions/b"}],
+    }
     prepared = prepare(about | schema | {"definitions": {"a": 5, "b": {"type": "null"}}})
     assert prepared["oneOf"] == [{"type": "string"}, {"$ref": "#/$defs/d0"}]

@@ -1,4 +1,6 @@
-"""TextService: what is kept of one client's requests is nobody else's, and long work leaves this process."""
+"""TextService: what is kept of one client's requests is nobody else's, and long work leaves this
+process.
+"""
 
 import asyncio
 from typing import Any
@@ -36,11 +38,16 @@ def service(workers: Recorded) -> TextService:
     return TextService(Texts(workers.texts.codec), workers)
 
 
-async def test_a_client_does_not_learn_by_time_which_grammars_others_have_compiled(workers: Recorded) -> None:
+async def test_a_client_does_not_learn_by_time_which_grammars_others_have_compiled(
+    workers: Recorded,
+) -> None:
     texts = service(workers)
     first = await texts.grammar(WORD, "a")
     assert await texts.grammar(WORD, "a") == first and workers.clients == ["a"]
-    assert await asyncio.gather(texts.grammar(WORD, "b"), texts.grammar(WORD, "b")) == [first, first]
+    assert await asyncio.gather(texts.grammar(WORD, "b"), texts.grammar(WORD, "b")) == [
+        first,
+        first,
+    ]
     assert workers.clients == ["a", "b"]
 
 
@@ -53,8 +60,13 @@ async def test_a_grammar_that_is_refused_is_not_kept(workers: Recorded) -> None:
     assert workers.clients == ["a", "a"]
 
 
-@pytest.mark.parametrize(("lists", "leaves"), [([[5] * 9], False), ([[5] * LONG_TEXT_CHARS], True), ([[5] * 40] * 200, True)])
-async def test_many_tokens_are_decoded_in_a_worker(workers: Recorded, lists: list[list[int]], leaves: bool) -> None:
+@pytest.mark.parametrize(
+    ("lists", "leaves"),
+    [([[5] * 9], False), ([[5] * LONG_TEXT_CHARS], True), ([[5] * 40] * 200, True)],
+)
+async def test_many_tokens_are_decoded_in_a_worker(
+    workers: Recorded, lists: list[list[int]], leaves: bool
+) -> None:
     """However many lists they are spread over."""
     texts = service(workers)
     assert await texts.run(Decode(lists), "a") == [workers.texts.codec.decode(ids) for ids in lists]

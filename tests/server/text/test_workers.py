@@ -1,4 +1,6 @@
-"""Worker processes: results and refusals cross them, limits end a job alone, and what is lost is begun again."""
+"""Worker processes: results and refusals cross them, limits end a job alone, and what is lost is
+begun again.
+"""
 
 import asyncio
 import errno
@@ -19,7 +21,15 @@ from server.engine.masks import MaskProcesses
 from server.errors import InvalidRequest, Overloaded, Unavailable
 from server.text.codec import TextCodec
 from server.text.conversation import ChatInput
-from server.text.jobs import AnyJob, CompileGrammar, Encode, EncodeChat, EncodeWithPlaces, Fill, Texts
+from server.text.jobs import (
+    AnyJob,
+    CompileGrammar,
+    Encode,
+    EncodeChat,
+    EncodeWithPlaces,
+    Fill,
+    Texts,
+)
 from server.text.workers import FORK_SECONDS, Workers
 from tests.support.checkpoints import make_tokenizer
 from tests.support.paths import EMBEDDED
@@ -27,10 +37,16 @@ from tests.support.processes import alive, children
 
 KILL = os.kill
 NAMES = [f"property_{number}" for number in range(300)]
-SCHEMA = {"type": "object", "properties": {name: {"type": "integer"} for name in NAMES}, "required": NAMES}
+SCHEMA = {
+    "type": "object",
+    "properties": {name: {"type": "integer"} for name in NAMES},
+    "required": NAMES,
+}
 LARGE = CompileGrammar("json", json.dumps(SCHEMA), "grammar")
 """It is compiled for long enough to be disturbed."""
-BOMB = CompileGrammar("lark", "start: T\nT: " + " & ".join(f"/.*k{i}.*/" for i in range(30)), "grammar")
+BOMB = CompileGrammar(
+    "lark", "start: T\nT: " + " & ".join(f"/.*k{i}.*/" for i in range(30)), "grammar"
+)
 
 
 @pytest.fixture
@@ -54,7 +70,10 @@ JOBS: list[AnyJob] = [
     CompileGrammar("regex", "[a-z]{3}", "regex"),
     CompileGrammar("json", '{"type": "object", "properties": {"a": {"type": "integer"}}}', "json"),
 ]
-REFUSED: list[AnyJob] = [EncodeChat(ChatInput([{"role": "user", "content": "x"}])), CompileGrammar("regex", "(", "regex")]
+REFUSED: list[AnyJob] = [
+    EncodeChat(ChatInput([{"role": "user", "content": "x"}])),
+    CompileGrammar("regex", "(", "regex"),
+]
 
 
 async def run(workers: Workers, job: AnyJob, client: str = "a", seconds: float = 5.0) -> Any:
@@ -62,25 +81,37 @@ async def run(workers: Workers, job: AnyJob, client: str = "a", seconds: float =
 
 
 async def test_a_job_has_the_same_outcome_in_a_worker(workers: Workers, texts: Texts) -> None:
-    assert await asyncio.gather(*(run(workers, job) for job in JOBS)) == [job.run(texts) for job in JOBS]
+    assert await asyncio.gather(*(run(workers, job) for job in JOBS)) == [
+        job.run(texts) for job in JOBS
+    ]
     for job in REFUSED:
         with pytest.raises(InvalidRequest) as here:
             job.run(texts)
         with pytest.raises(InvalidRequest) as there:
             await run(workers, job)
-        assert (there.value.message, there.value.param, there.value.code) == (here.value.message, here.value.param, here.value.code)
+        assert (there.value.message, there.value.param, there.value.code) == (
+            here.value.message,
+            here.value.param,
+            here.value.code,
+        )
 
 
-async def test_a_job_over_its_time_is_refused_by_field_and_bound(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_job_over_its_time_is_refused_by_field_and_bound(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("server.text.workers.WAIT_FACTOR", 100)  # However busy the machine is.
-    with pytest.raises(InvalidRequest, match=r"`grammar` takes more than 0.5 s of processor time") as caught:
+    with pytest.raises(
+        InvalidRequest, match=r"`grammar` takes more than 0.5 s of processor time"
+    ) as caught:
         await run(workers, BOMB, seconds=0.5)
     assert caught.value.param == "grammar"
     assert await run(workers, JOBS[0])
 
 
 async def test_a_job_over_its_memory_is_refused(workers: Workers) -> None:
-    with pytest.raises(InvalidRequest, match="this text takes more than 128 MiB of memory to tokenize"):
+    with pytest.raises(
+        InvalidRequest, match="this text takes more than 128 MiB of memory to tokenize"
+    ):
         await run(workers, Encode("!a" * 1_048_000), seconds=60.0)
 
 
@@ -111,14 +142,24 @@ async def job_process(workers: Workers, job: AnyJob) -> int:
         await asyncio.sleep(0.005)
 
 
-async def during(workers: Workers, job: AnyJob, harm: Callable[[int, int], None], seconds: float) -> Any:
-    """The outcome of a job during which `harm` was called with the forking process and the job's."""
+async def during(
+    workers: Workers, job: AnyJob, harm: Callable[[int, int], None], seconds: float
+) -> Any:
+    """The outcome of a job during which `harm` was called with the forking process and the
+    job's.
+    """
     running = asyncio.create_task(run(workers, job, seconds=seconds))
     harm(forker(workers), await job_process(workers, job))
     return await running
 
 
-@pytest.mark.parametrize("harm", [lambda forker, job: os.kill(job, signal.SIGKILL), lambda forker, job: os.kill(forker, signal.SIGKILL)])
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda forker, job: os.kill(job, signal.SIGKILL),
+        lambda forker, job: os.kill(forker, signal.SIGKILL),
+    ],
+)
 @pytest.mark.parametrize("job", [Encode("def f(x): " * 30_000), LARGE])
 async def test_a_job_whose_process_is_killed_is_begun_again(
     workers: Workers, texts: Texts, job: AnyJob, harm: Callable[[int, int], None]
@@ -183,7 +224,9 @@ async def test_a_job_for_which_no_process_is_forked_is_answered_at_once(
     """By the forking process, which stays, with all the processes that it has forked."""
     limited = Workers()
     forks = iter([child_process.fork])  # In the forking process none is left.
-    monkeypatch.setattr(child_process, "fork", lambda *args, **options: next(forks, no_process)(*args, **options))
+    monkeypatch.setattr(
+        child_process, "fork", lambda *args, **options: next(forks, no_process)(*args, **options)
+    )
     try:
         limited.start(Texts(TextCodec(EMBEDDED)))
         there = forker(limited)
@@ -209,14 +252,19 @@ async def test_nothing_depends_on_the_files_once_they_are_read(tmp_path: Path) -
         workers.close()
 
 
-async def test_a_tokenizer_that_cannot_be_used_for_grammars_serves_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_tokenizer_that_cannot_be_used_for_grammars_serves_without_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither where llguidance refuses it, nor where preparing it ends the process."""
     for fails in (ValueError("no"), None):
         monkeypatch.setattr(guidance, "grammar_tokenizer", lambda *_, fails=fails: _raise(fails))
         workers = Workers()
         try:
             workers.start(Texts(TextCodec(EMBEDDED)))
-            with pytest.raises(InvalidRequest, match="`regex` is not supported: this model's tokenizer cannot be used") as caught:
+            with pytest.raises(
+                InvalidRequest,
+                match="`regex` is not supported: this model's tokenizer cannot be used",
+            ) as caught:
                 await run(workers, CompileGrammar("regex", "[a-z]{3}", "regex"))
             assert caught.value.param == "regex"
             assert await run(workers, JOBS[0])
@@ -238,7 +286,9 @@ async def test_an_engine_has_what_it_asked_for_from_the_next_process(workers: Wo
     while alive(forker(workers)):
         await asyncio.sleep(0.005)
     masks = MaskProcesses(workers.grammars)
-    constraint = masks.constraint(SimpleNamespace(grammar=LLMatcher.grammar_from_regex("[ab]+"), healed="", opening=None))  # type: ignore[arg-type]
+    grammar = LLMatcher.grammar_from_regex("[ab]+")
+    asked: Any = SimpleNamespace(grammar=grammar, healed="", opening=None)
+    constraint = masks.constraint(asked)
     assert constraint is not None
     constraint.begin([])
     workers.keep_running()
@@ -256,7 +306,11 @@ TEMPLATES: list[tuple[str, bool]] = [
     ("{% for m in messages %}{{ m.content }}{% endfor %}", True),
     ("{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}{% endfor %}", False),
     ("{{ 'a' * 10**10 }}x", False),
-    ("{% set ns = namespace(x='ab') %}{% for m in messages %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}", False),
+    (
+        "{% set ns = namespace(x='ab') %}{% for m in messages %}{% set ns.x = ns.x ~ ns.x %}{% "
+        "endfor %}{{ ns.x }}",
+        False,
+    ),
 ]
 BROKEN = ["{% for %}", "{{ " + "(" * 20_000, "{{ 10**(10**8) }}", "{% if 1 %}" * 200]
 
@@ -273,18 +327,29 @@ async def loaded(folder: Path, template: str) -> Any:
 
 
 @pytest.mark.parametrize(("template", "cheap"), TEMPLATES)
-async def test_a_template_that_proved_cheap_is_told_from_others(tmp_path: Path, template: str, cheap: bool) -> None:
+async def test_a_template_that_proved_cheap_is_told_from_others(
+    tmp_path: Path, template: str, cheap: bool
+) -> None:
     said = await loaded(tmp_path, template)
     assert not said.error and said.cheap_template is cheap
 
 
 @pytest.mark.parametrize(("written", "end"), [("<|endoftext|>", 0), ("\n", None)])
-async def test_the_end_of_a_turn_that_a_template_writes_is_told(tmp_path: Path, written: str, end: int | None) -> None:
+async def test_the_end_of_a_turn_that_a_template_writes_is_told(
+    tmp_path: Path, written: str, end: int | None
+) -> None:
     template = "{% for m in messages %}{{ m.content }}END{% endfor %}".replace("END", written)
     assert (await loaded(tmp_path, template)).turn_end == end
 
 
-@pytest.mark.parametrize("template", BROKEN, ids=lambda template: template[:20].encode(errors="replace").decode())
-async def test_a_template_that_cannot_be_compiled_is_refused_by_file_and_field(tmp_path: Path, template: str) -> None:
+@pytest.mark.parametrize(
+    "template", BROKEN, ids=lambda template: template[:20].encode(errors="replace").decode()
+)
+async def test_a_template_that_cannot_be_compiled_is_refused_by_file_and_field(
+    tmp_path: Path, template: str
+) -> None:
     said = await loaded(tmp_path, template)
-    assert said.error.startswith(f"{tmp_path / 'tokenizer_config.json'}: chat_template") and "\n" not in said.error
+    assert (
+        said.error.startswith(f"{tmp_path / 'tokenizer_config.json'}: chat_template")
+        and "\n" not in said.error
+    )

@@ -1,7 +1,9 @@
-"""The native CPU kernels, compiled when onehead is installed: the same source for AVX-512, for AVX2 and for any processor.
+"""The native CPU kernels, compiled when onehead is installed: the same source for AVX-512, for AVX2
+and for any processor.
 
-They are called through ctypes on addresses of tensors, and have threads of their own (pool.cpp). Invariant: `library` returns the
-widest version that this processor supports, or None if none was compiled; torch is used then. It knows nothing of models.
+They are called through ctypes on addresses of tensors, and have threads of their own (pool.cpp).
+Invariant: `library` returns the widest version that this processor supports, or None if none was
+compiled; torch is used then. It knows nothing of models.
 """
 
 import ctypes
@@ -16,15 +18,31 @@ from model.devices.blocks import FORMATS
 
 log = logging.getLogger("onehead.engine")
 
-FEATURES = {"avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"), "avx2": ("avx2", "fma", "f16c"), "portable": ()}
+FEATURES = {
+    "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"),
+    "avx2": ("avx2", "fma", "f16c"),
+    "portable": (),
+}
 """The processor features that each version needs, widest first."""
 INTERFACE = 10
 """Version of the kernels' structs and functions, the same as in product.cpp."""
 NUMBER_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The kernels' NumberType of each dtype."""
-NUM_ARGUMENTS = {"attend": 2, "product": 2, "pack": 6, "take": 6, "normalise_rows": 7, "gate": 6, "summarise_logits": 7}
+NUM_ARGUMENTS = {
+    "attend": 2,
+    "product": 2,
+    "pack": 6,
+    "take": 6,
+    "normalise_rows": 7,
+    "gate": 6,
+    "summarise_logits": 7,
+}
 NUM_ARGUMENTS |= {"compute_step": 2, "prepared_bytes": 1}
-NUM_ARGUMENTS |= {f"{name}_{form}": count for form in FORMATS for name, count in (("pack", 5), ("take", 5), ("quantize", 4))}
+NUM_ARGUMENTS |= {
+    f"{name}_{form}": count
+    for form in FORMATS
+    for name, count in (("pack", 5), ("take", 5), ("quantize", 4))
+}
 """Of each function; all are integers of 64 bits, addresses of tensors and structs among them."""
 
 
@@ -46,7 +64,11 @@ def _load(path: str) -> ctypes.CDLL | None:
     try:
         found = ctypes.CDLL(path)
         if found.interface() != INTERFACE:
-            log.warning("%s was compiled from another version; install onehead again (torch's operations take its place)", path)
+            log.warning(
+                "%s was compiled from another version; install onehead again (torch's operations "
+                "take its place)",
+                path,
+            )
             return None
     except (OSError, AttributeError) as error:
         log.warning("kernels cannot be used, and torch's operations take their place: %s", error)

@@ -1,7 +1,9 @@
-"""Attention on a GPU by our Triton kernels: pages are read in place, once for all query heads of a tile of tokens.
+"""Attention on a GPU by our Triton kernels: pages are read in place, once for all query heads of a
+tile of tokens.
 
-Invariant: of the backend `triton` a token's output depends on its own sequence alone, bit for bit; `triton-fast` (fast.py) has kernels of
-their own for single tokens and for chunks. Triton is imported when a backend is created.
+Invariant: of the backend `triton` a token's output depends on its own sequence alone, bit for bit;
+`triton-fast` (fast.py) has kernels of their own for single tokens and for chunks. Triton is
+imported when a backend is created.
 """
 
 from cache.pool import KVPool

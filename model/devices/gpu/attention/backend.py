@@ -1,4 +1,5 @@
-"""TritonBackend: launches of the attention kernels, and their scratch memory. CPU tensors work under Triton's interpreter only.
+"""TritonBackend: launches of the attention kernels, and their scratch memory. CPU tensors work
+under Triton's interpreter only.
 
 Shape letters: T tokens of the step, H query heads, d columns of a key, v of a value.
 """
@@ -19,14 +20,23 @@ from model.decode import Numbers
 from model.devices.gpu import EXACT, upload
 from model.devices.gpu.attention.configurations import Configuration
 from model.devices.gpu.attention.kernels import attend, join
-from model.devices.gpu.attention.plan import SPAN_FIELDS, TILE_FIELDS, GroupLists, Wave, joined, most_splits, plan_groups
+from model.devices.gpu.attention.plan import (
+    SPAN_FIELDS,
+    TILE_FIELDS,
+    GroupLists,
+    Wave,
+    joined,
+    most_splits,
+    plan_groups,
+)
 from model.devices.gpu.attention.singles import Shape, Singles, classes, shape_of
 from model.devices.gpu.attention.write import scatter
 from model.layers import Rotation
 from model.step import Row
 
 SCRATCH_BYTES = 64 * 2**20
-"""Memory for the partial outputs of splits; more only if one sequence could need it. A step that needs more is computed in waves."""
+"""Memory for the partial outputs of splits; more only if one sequence could need it. A step that
+needs more is computed in waves."""
 JOINED_AT_ONCE = 16
 """Splits whose partial outputs are summed at once."""
 ROTATED_AT_ONCE = 2048
@@ -45,12 +55,16 @@ Plan = tuple[GroupPlan, ...] | Singles
 
 
 class TritonBackend:
-    """Three launches for each layer: rotation and storing of keys and values; attention; with splits, the reduction of partial outputs."""
+    """Three launches for each layer: rotation and storing of keys and values; attention; with
+    splits, the reduction of partial outputs.
+    """
 
     name = "triton"
     batch_invariant = True
 
-    def __init__(self, pool: KVPool, scale: float, num_heads: int, configuration: Configuration) -> None:
+    def __init__(
+        self, pool: KVPool, scale: float, num_heads: int, configuration: Configuration
+    ) -> None:
         self.pool, self.num_heads, self.configuration = pool, num_heads, configuration
         self.factor = scale / math.log(2)
         key_dim, value_dim = pool.keys_LPSd.shape[-1], pool.values_LPSv.shape[-1]
@@ -60,31 +74,48 @@ class TritonBackend:
         # Triton's interpreter multiplies the bit patterns of bfloat16 as integers.
         self.sizes = {"PAGE": pool.page_size, "VALUE_IN_KEY": pool.value_in_key} | EXACT
         self.sizes["UPCAST"] = device.type == "cpu" and pool.compute_dtype == torch.bfloat16
-        self._write_sizes = write_sizes_of(num_heads, key_dim, value_dim) | {"VALUE_IN_KEY": pool.value_in_key} | EXACT
+        self._write_sizes = (
+            write_sizes_of(num_heads, key_dim, value_dim)
+            | {"VALUE_IN_KEY": pool.value_in_key}
+            | EXACT
+        )
         part_bytes = configuration.rows * value_dim * 4
         longest = most_splits(pool.num_pages * pool.page_size, None, configuration)
         self.capacity = max(SCRATCH_BYTES // part_bytes, longest + 1)
         """Partial outputs that the scratch memory holds."""
-        self.partial = torch.empty(self.capacity * configuration.rows * value_dim, dtype=torch.float32, device=device)
-        self.peaks, self.sums = torch.empty(2, self.capacity * configuration.rows, dtype=torch.float32, device=device)
+        self.partial = torch.empty(
+            self.capacity * configuration.rows * value_dim, dtype=torch.float32, device=device
+        )
+        self.peaks, self.sums = torch.empty(
+            2, self.capacity * configuration.rows, dtype=torch.float32, device=device
+        )
 
     def plan(self, batch: Batch) -> tuple[GroupPlan, ...]:
         """Uploads all lists of the step in one copy."""
         lists = self.lists(batch.rows, batch.firsts, len(batch.token_ids_T), self.configuration)
         return laid_out(lists, upload(torch.from_numpy(joined(lists)), self.pool.keys_LPSd.device))
 
-    def lists(self, rows: Sequence[Row], firsts: ArrayLike, num_tokens: int, configuration: Configuration) -> list[GroupLists[Numbers]]:
+    def lists(
+        self, rows: Sequence[Row], firsts: ArrayLike, num_tokens: int, configuration: Configuration
+    ) -> list[GroupLists[Numbers]]:
         """The lists of some rows of a step of so many tokens."""
-        return plan_groups(rows, firsts, num_tokens, self.pool.layout, self.num_heads, configuration, self.capacity)
+        return plan_groups(
+            rows, firsts, num_tokens, self.pool.layout, self.num_heads, configuration, self.capacity
+        )
 
     def contexts(self, longest: int) -> list[int]:
         """The longest context of each class."""
         return [min(num_keys, longest) for num_keys in classes(self.pool.page_size, longest)]
 
     def shape(self, num_keys: int, num_rows: int, several: bool = False) -> Shape | None:
-        """See ListedBackend. Also None if the scratch memory is too small for one wave. Keys are stored before any is read in any case."""
+        """See ListedBackend. Also None if the scratch memory is too small for one wave. Keys are
+        stored before any is read in any case.
+        """
         shape = shape_of(num_keys, num_rows, self.pool.page_size)
-        if shape is None or any(self._num_tiles(num_rows) * splits > self.capacity for splits in self._splits(shape.num_keys)):
+        if shape is None or any(
+            self._num_tiles(num_rows) * splits > self.capacity
+            for splits in self._splits(shape.num_keys)
+        ):
             return None
         return shape
 
@@ -97,59 +128,123 @@ class TritonBackend:
 
     def _splits(self, num_keys: int) -> list[int]:
         """The most splits of a token with so many keys, in each group of layers."""
-        return [most_splits(num_keys, group.window, self.configuration) for group in self.pool.layout.groups]
+        return [
+            most_splits(num_keys, group.window, self.configuration)
+            for group in self.pool.layout.groups
+        ]
 
-    def run(self, plan: Plan, layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor, rotation: Rotation | None = None) -> Tensor:
-        return self.attend(plan, layer, self.store(plan, layer, *in_rows(q_THd, k_Td, v_Tv), rotation))
+    def run(
+        self,
+        plan: Plan,
+        layer: int,
+        q_THd: Tensor,
+        k_Td: Tensor,
+        v_Tv: Tensor,
+        rotation: Rotation | None = None,
+    ) -> Tensor:
+        return self.attend(
+            plan, layer, self.store(plan, layer, *in_rows(q_THd, k_Td, v_Tv), rotation)
+        )
 
     def attend(self, plan: Plan, layer: int, q_THd: Tensor) -> Tensor:
-        """The second part of `run`: attention of rotated queries, contiguous in each token, over stored keys and values. The outputs of
-        tokens that belong to no row of the plan are undefined.
+        """The second part of `run`: attention of rotated queries, contiguous in each token, over
+        stored keys and values. The outputs of tokens that belong to no row of the plan are
+        undefined.
         """
         place = self.pool.layout.places[layer]
         group, (keys, values) = self.pool.layout.groups[place.group], self.pool.layer(layer)
         o_THv = q_THd.new_empty(len(q_THd), self.num_heads, self.columns[2])
         if isinstance(plan, Singles):
-            configuration, spans, tiles, positions, tables = self.configuration, None, None, plan.positions_B, plan.tables_BW[place.group]
-            waves: tuple[Wave, ...] = (Wave(0, self._num_tiles(len(positions)), self._splits(plan.num_keys)[place.group]),)
+            configuration, spans, tiles, positions, tables = (
+                self.configuration,
+                None,
+                None,
+                plan.positions_B,
+                plan.tables_BW[place.group],
+            )
+            waves: tuple[Wave, ...] = (
+                Wave(0, self._num_tiles(len(positions)), self._splits(plan.num_keys)[place.group]),
+            )
         else:
             lists = plan[place.group]
-            configuration, spans, tiles, positions, tables = lists.configuration, lists.spans, lists.tiles, None, lists.tables
+            configuration, spans, tiles, positions, tables = (
+                lists.configuration,
+                lists.spans,
+                lists.tiles,
+                None,
+                lists.tables,
+            )
             waves = lists.waves
         sizes = sizes_of(self.num_heads, self.columns, configuration)
-        join_sizes = {name: sizes[name] for name in JOIN_SIZES} | {"BLOCK_C": JOINED_AT_ONCE, "num_warps": 1} | EXACT
+        join_sizes = (
+            {name: sizes[name] for name in JOIN_SIZES}
+            | {"BLOCK_C": JOINED_AT_ONCE, "num_warps": 1}
+            | EXACT
+        )
         for wave in waves:
-            splits = configuration.split, configuration.short_split, configuration.num_short, wave.most_splits
+            splits = (
+                configuration.split,
+                configuration.short_split,
+                configuration.num_short,
+                wave.most_splits,
+            )
             attend[(wave.num_tiles, wave.most_splits)](
-                q_THd, keys, values, o_THv, spans, tiles, positions, tables, self.partial, self.peaks, self.sums,
-                wave.first_tile, q_THd.stride(0), tables.stride(0), place.stack, group.num_stacks, *splits, self.factor,
+                q_THd, keys, values, o_THv, spans, tiles, positions, tables, self.partial,
+                self.peaks, self.sums,
+                wave.first_tile, q_THd.stride(0), tables.stride(0), place.stack, group.num_stacks,
+                *splits, self.factor,
                 WINDOW=group.window or 0, **sizes, **self.sizes, **configuration.options,
             )  # fmt: skip
             if wave.most_splits > 1:
                 join[(wave.num_tiles, configuration.rows)](
-                    o_THv, spans, tiles, positions, self.partial, self.peaks, self.sums, wave.first_tile, *splits,
+                    o_THv, spans, tiles, positions, self.partial, self.peaks, self.sums,
+                    wave.first_tile, *splits,
                     WINDOW=group.window or 0, **join_sizes,
                 )  # fmt: skip
         return o_THv
 
-    def store(self, plan: Plan, layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor, rotation: Rotation | None) -> Tensor:
+    def store(
+        self,
+        plan: Plan,
+        layer: int,
+        q_THd: Tensor,
+        k_Td: Tensor,
+        v_Tv: Tensor,
+        rotation: Rotation | None,
+    ) -> Tensor:
         """Stores keys and values. -> q_THd, rotated; rows of padding are undefined."""
         place = self.pool.layout.places[layer]
         group, (keys, values) = self.pool.layout.groups[place.group], self.pool.layer(layer)
         if isinstance(plan, Singles):
-            slots, positions, tables, num_tokens = None, plan.positions_B, plan.tables_BW[place.group], len(plan.positions_B)
+            slots, positions, tables, num_tokens = (
+                None,
+                plan.positions_B,
+                plan.tables_BW[place.group],
+                len(plan.positions_B),
+            )
         else:
-            slots, positions, tables = plan[place.group].slots[place.stack], None, plan[place.group].tables
+            slots, positions, tables = (
+                plan[place.group].slots[place.stack],
+                None,
+                plan[place.group].tables,
+            )
             num_tokens = len(slots)
         turned_THd, cosine_Tr, sine_Tr, programs, warps = q_THd, None, None, 1, 1
         if rotation is not None:
             assert 2 * rotation.cosine_Tr.shape[1] == q_THd.shape[-1]
-            turned_THd, cosine_Tr, sine_Tr = q_THd.new_empty(q_THd.shape), rotation.cosine_Tr, rotation.sine_Tr
+            turned_THd, cosine_Tr, sine_Tr = (
+                q_THd.new_empty(q_THd.shape),
+                rotation.cosine_Tr,
+                rotation.sine_Tr,
+            )
             programs, warps = 1 + -(-self.num_heads // self._write_sizes["BLOCK_HEADS"]), 4
         scatter[(num_tokens, programs)](
-            q_THd, k_Td, v_Tv, cosine_Tr, sine_Tr, turned_THd, keys, values, slots, positions, tables,
-            q_THd.stride(0), k_Td.stride(0), v_Tv.stride(0), tables.stride(0), place.stack, group.num_stacks, self.pool.page_size,
-            INTERLEAVED=rotation is not None and rotation.interleaved, num_warps=warps, **self._write_sizes,
+            q_THd, k_Td, v_Tv, cosine_Tr, sine_Tr, turned_THd, keys, values, slots, positions,
+            tables,
+            q_THd.stride(0), k_Td.stride(0), v_Tv.stride(0), tables.stride(0), place.stack,
+            group.num_stacks, self.pool.page_size,
+            INTERLEAVED=rotation is not None and rotation.interleaved, num_warps=warps,
+            **self._write_sizes,
         )  # fmt: skip
         return turned_THd
 
@@ -164,7 +259,11 @@ def in_rows(q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor) -> tuple[Tensor, Tensor, 
 @cache
 def sizes_of(num_heads: int, columns: Columns, configuration: Configuration) -> dict[str, Any]:
     """Compile-time constants of the attention kernels."""
-    blocks = {"BLOCK_M": configuration.rows, "BLOCK_N": configuration.keys, "AHEAD": configuration.ahead}
+    blocks = {
+        "BLOCK_M": configuration.rows,
+        "BLOCK_N": configuration.keys,
+        "AHEAD": configuration.ahead,
+    }
     return column_sizes(num_heads, columns) | blocks | {"SPANS": SPAN_FIELDS, "TILES": TILE_FIELDS}
 
 
@@ -179,7 +278,13 @@ def column_sizes(num_heads: int, columns: Columns) -> dict[str, Any]:
 def write_sizes_of(num_heads: int, key_dim: int, value_dim: int) -> dict[str, Any]:
     """Compile-time constants of the kernel that stores keys and values."""
     block_key = block_of(key_dim)
-    sizes = {"HEADS": num_heads, "KEY_DIM": key_dim, "VALUE_DIM": value_dim, "BLOCK_KEY": block_key, "BLOCK_VALUE": block_of(value_dim)}
+    sizes = {
+        "HEADS": num_heads,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "BLOCK_KEY": block_key,
+        "BLOCK_VALUE": block_of(value_dim),
+    }
     return sizes | {"BLOCK_HEADS": min(block_of(num_heads), max(1, ROTATED_AT_ONCE // block_key))}
 
 
@@ -191,7 +296,18 @@ def block_of(num: int) -> int:
 def laid_out(lists: list[GroupLists[Numbers]], words: Tensor) -> tuple[GroupPlan, ...]:
     """Plans of lists of these sizes, from their concatenated numbers on the device."""
     parts = [part for group in lists for part in group.parts]
-    tensors = (x.view(part.shape) for x, part in zip(words.split([part.size for part in parts]), parts, strict=True))
+    tensors = (
+        x.view(part.shape)
+        for x, part in zip(words.split([part.size for part in parts]), parts, strict=True)
+    )
     return tuple(
-        GroupLists(next(tensors), next(tensors), next(tensors), next(tensors), group.waves, group.configuration) for group in lists
+        GroupLists(
+            next(tensors),
+            next(tensors),
+            next(tensors),
+            next(tensors),
+            group.waves,
+            group.configuration,
+        )
+        for group in lists
     )

@@ -1,12 +1,16 @@
-"""Tile sizes of the attention kernels for a model: tables, as a server cannot autotune while it serves. No torch, no Triton.
+"""Tile sizes of the attention kernels for a model: tables, as a server cannot autotune while it
+serves. No torch, no Triton.
 
-With engine.deterministic one model has one configuration for all steps, a line of TABLE: the rows of a tile determine the tensor core
-instruction, and another instruction may round differently, so that a token's output would depend on whether it is computed alone or in a
-chunk. Otherwise single tokens and chunks have each their own.
+With engine.deterministic one model has one configuration for all steps, a line of TABLE: the rows
+of a tile determine the tensor core instruction, and another instruction may round differently, so
+that a token's output would depend on whether it is computed alone or in a chunk. Otherwise single
+tokens and chunks have each their own.
 
-Shared memory holds a tile's queries and some blocks of keys with their values: within 163 KiB on sm_80, 227 on sm_90 and sm_100
-(checked in tests/triton/test_compile.py). The load of a block depends on the load of its page number, and Triton's pipeline puts half of
-its stages between the two: with fewer than five stages no block is loaded while another is computed. Latents have no room for five.
+Shared memory holds a tile's queries and some blocks of keys with their values: within 163 KiB on
+sm_80, 227 on sm_90 and sm_100 (checked in tests/triton/test_compile.py). The load of a block
+depends on the load of its page number, and Triton's pipeline puts half of its stages between the
+two: with fewer than five stages no block is loaded while another is computed. Latents have no room
+for five.
 """
 
 from dataclasses import dataclass, replace
@@ -21,17 +25,22 @@ class Configuration:
     keys: int
     """Keys of a block, at most; a block never crosses a page."""
     split: int
-    """Keys of a split. Writing and reading partial outputs costs 2 * rows / split of reading keys and values."""
+    """Keys of a split. Writing and reading partial outputs costs 2 * rows / split of reading keys
+    and values."""
     warps: int
     stages: int
     short_split: int = 256
-    """Keys of a split for tokens at the first positions, where a step of few sequences would otherwise have too few programs."""
+    """Keys of a split for tokens at the first positions, where a step of few sequences would
+    otherwise have too few programs."""
     num_short: int = 1024
-    """The number of first positions. The split depends on a token's own position only, so that the order of its sums does too."""
+    """The number of first positions. The split depends on a token's own position only, so that the
+    order of its sums does too."""
     most_registers: int | None = None
-    """Limit for a thread, if the compiler would use so many that a multiprocessor holds one tile instead of two."""
+    """Limit for a thread, if the compiler would use so many that a multiprocessor holds one tile
+    instead of two."""
     ahead: bool = False
-    """Whether the number of a block's page is loaded while the block before is computed: three stages are then two blocks on their way."""
+    """Whether the number of a block's page is loaded while the block before is computed: three
+    stages are then two blocks on their way."""
 
     @property
     def options(self) -> dict[str, int | None]:
@@ -39,8 +48,8 @@ class Configuration:
         return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.most_registers}
 
 
-# (most query heads, most key columns, bytes of the query dtype, configuration); the first line that fits applies. Keys and values in float8
-# are converted to the query dtype.
+# (most query heads, most key columns, bytes of the query dtype, configuration); the first line that
+# fits applies. Keys and values in float8 are converted to the query dtype.
 TABLE = (
     (16, 128, 2, Configuration(16, 64, 256, 4, 5)),
     (16, 256, 2, Configuration(16, 32, 256, 4, 5)),
@@ -61,13 +70,20 @@ TABLE = (
 
 
 def choose(num_heads: int, key_dim: int, itemsize: int, page_size: int) -> Configuration | None:
-    """The configuration of a model, or None if there is none: the key is too wide, or no block fits into a page."""
+    """The configuration of a model, or None if there is none: the key is too wide, or no block fits
+    into a page.
+    """
     if page_size < 16 or page_size & (page_size - 1):
         return None
     for most_heads, most_columns, size, found in TABLE:
         if num_heads <= most_heads and key_dim <= most_columns and itemsize == size:
             keys = min(found.keys, page_size)
-            return replace(found, keys=keys, split=max(found.split, keys), short_split=max(found.short_split, keys))
+            return replace(
+                found,
+                keys=keys,
+                split=max(found.split, keys),
+                short_split=max(found.short_split, keys),
+            )
     return None
 
 
@@ -83,14 +99,20 @@ CHUNKS = (
 )
 """(most key columns, bytes of the query dtype, configuration) of steps with many tiles."""
 LEAST_TILES = 64
-"""Tiles of CHUNKS in a step from which on these are faster than the split ones of TABLE, which a few tokens need to occupy a GPU."""
+"""Tiles of CHUNKS in a step from which on these are faster than the split ones of TABLE, which a
+few tokens need to occupy a GPU."""
 FEW_ROWS, MANY_ROWS = 48, 192
-"""Single tokens of a step below which it has few rows, and from which on it has many: classes with different configurations."""
+"""Single tokens of a step below which it has few rows, and from which on it has many: classes with
+different configurations."""
 
 
 def choose_chunks(key_dim: int, itemsize: int, page_size: int) -> Configuration:
     """The configuration for many tiles of a model for which `choose` finds one."""
-    found = next(found for most_columns, size, found in CHUNKS if key_dim <= most_columns and itemsize == size)
+    found = next(
+        found
+        for most_columns, size, found in CHUNKS
+        if key_dim <= most_columns and itemsize == size
+    )
     return replace(found, keys=min(found.keys, page_size))
 
 
@@ -104,7 +126,8 @@ class DecodeConfiguration:
     """Warps that have keys of their own, `keys` of each block; 1: all warps share the keys."""
     keys: int
     split: int
-    """The fewest keys of a split: short where few rows have to occupy a GPU, else long, as a program's beginning and end take time too."""
+    """The fewest keys of a split: short where few rows have to occupy a GPU, else long, as a
+    program's beginning and end take time too."""
     warps: int
     stages: int
     most_registers: int | None = None
@@ -115,12 +138,33 @@ class DecodeConfiguration:
         return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.most_registers}
 
 
-def choose_decode(shared: Configuration, num_heads: int, key_dim: int, itemsize: int, page_size: int, num_rows: int) -> DecodeConfiguration:
-    """The configuration for single tokens of a step of so many rows, of a model that `choose` gives `shared`."""
+def choose_decode(
+    shared: Configuration,
+    num_heads: int,
+    key_dim: int,
+    itemsize: int,
+    page_size: int,
+    num_rows: int,
+) -> DecodeConfiguration:
+    """The configuration for single tokens of a step of so many rows, of a model that `choose` gives
+    `shared`.
+    """
     split = 256 if num_rows < FEW_ROWS else 1024
     if num_heads <= 16 and key_dim <= 128 and itemsize == 2 and page_size >= 64:
         # Measured for 16 heads of 128 columns on an H100.
-        return DecodeConfiguration(16, 4, 16, split, 4, 3) if num_rows < MANY_ROWS else DecodeConfiguration(16, 1, 32, split, 1, 4)
+        return (
+            DecodeConfiguration(16, 4, 16, split, 4, 3)
+            if num_rows < MANY_ROWS
+            else DecodeConfiguration(16, 1, 32, split, 1, 4)
+        )
     # More heads or columns leave a warp no registers for keys of its own.
     split = max(split, shared.keys)
-    return DecodeConfiguration(shared.rows, 1, shared.keys, split, shared.warps, min(shared.stages, 3), shared.most_registers)
+    return DecodeConfiguration(
+        shared.rows,
+        1,
+        shared.keys,
+        split,
+        shared.warps,
+        min(shared.stages, 3),
+        shared.most_registers,
+    )

@@ -1,12 +1,15 @@
-"""A step's rows -> the lists that the attention kernels read: 32-bit integers for each group of layers. No torch, no Triton.
+"""A step's rows -> the lists that the attention kernels read: 32-bit integers for each group of
+layers. No torch, no Triton.
 
-Invariant: every row of every sequence's query matrix is in exactly one tile, and every tile in exactly one wave; no two splits of a wave's
-tiles share a place in the scratch memory. It knows nothing of devices and slot contents.
+Invariant: every row of every sequence's query matrix is in exactly one tile, and every tile in
+exactly one wave; no two splits of a wave's tiles share a place in the scratch memory. It knows
+nothing of devices and slot contents.
 
 A step of single tokens needs no such lists where it is captured (singles.py).
 
-The work in Python grows with the rows of the step, not with the lengths of their sequences. Lengths of lists are rounded up with padding
-that the kernels skip, so that steps of similar size have lists of the same size.
+The work in Python grows with the rows of the step, not with the lengths of their sequences. Lengths
+of lists are rounded up with padding that the kernels skip, so that steps of similar size have lists
+of the same size.
 """
 
 from collections.abc import Sequence
@@ -23,10 +26,11 @@ from model.step import Row
 
 Lists = TypeVar("Lists")
 SPAN_FIELDS = 4
-"""Fields of a row of the step: index of its first token, number of tokens, position of the first, first page of its table."""
+"""Fields of a row of the step: index of its first token, number of tokens, position of the first,
+first page of its table."""
 TILE_FIELDS = 7
-"""Fields of a tile: row of the step, first row of the query matrix, first split, number of splits (0: padding), first place in the scratch
-memory, last row, keys of a split."""
+"""Fields of a tile: row of the step, first row of the query matrix, first split, number of splits
+(0: padding), first place in the scratch memory, last row, keys of a split."""
 TILE_BUCKET = 4
 """The number of tiles is a multiple of it."""
 
@@ -42,12 +46,15 @@ class Wave:
 
 @dataclass(frozen=True, slots=True)
 class GroupLists(Generic[Lists]):
-    """What the layers of a group share, on the host or on the device. A line of `spans` has SPAN_FIELDS, one of `tiles` TILE_FIELDS."""
+    """What the layers of a group share, on the host or on the device. A line of `spans` has
+    SPAN_FIELDS, one of `tiles` TILE_FIELDS.
+    """
 
     spans: Lists
     tiles: Lists
     tables: Lists
-    """Pages by row of the step: page i of stack j, counted from the first page that is listed, at i * num_stacks + j."""
+    """Pages by row of the step: page i of stack j, counted from the first page that is listed, at i
+    * num_stacks + j."""
     slots: Lists
     """Slots by stack and token; -1 is padding."""
     waves: tuple[Wave, ...]
@@ -69,8 +76,8 @@ def plan_groups(
     configuration: Configuration,
     capacity: int,
 ) -> list[GroupLists[Numbers]]:
-    """The lists of every group, for rows whose first tokens are at `firsts` of a step's tokens; `capacity`: the splits of a tile that the
-    scratch memory holds.
+    """The lists of every group, for rows whose first tokens are at `firsts` of a step's tokens;
+    `capacity`: the splits of a tile that the scratch memory holds.
     """
     first_r = np.asarray(firsts, np.int64)
     start_r = np.asarray([row.start for row in rows], np.int64)
@@ -79,10 +86,14 @@ def plan_groups(
     for number, group in enumerate(layout.groups):
         stacks = group.num_stacks
         unseen_r = _first_seen(start_r, group.window) // layout.page_size
-        tables = _tables(rows, number, unseen_r * stacks, -(-(start_r + count_r) // layout.page_size) * stacks)
+        tables = _tables(
+            rows, number, unseen_r * stacks, -(-(start_r + count_r) // layout.page_size) * stacks
+        )
         tiles = _tiles(start_r, count_r, group.window, num_heads, configuration)
         waves = _waves(tiles, capacity)
-        slots = _slots(tables, num_tokens, first_r, start_r, count_r, unseen_r, stacks, layout.page_size)
+        slots = _slots(
+            tables, num_tokens, first_r, start_r, count_r, unseen_r, stacks, layout.page_size
+        )
         spans = _columns(len(rows), (first_r, count_r, start_r, unseen_r))
         found.append(GroupLists(spans, tiles, tables, slots, waves, configuration))
     return found
@@ -100,25 +111,38 @@ def _first_seen(position: NDArray[np.int64], window: int | None) -> NDArray[np.i
     return np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0)
 
 
-def _tables(rows: Sequence[Row], number: int, begin_r: NDArray[np.int64], end_r: NDArray[np.int64]) -> Numbers:
+def _tables(
+    rows: Sequence[Row], number: int, begin_r: NDArray[np.int64], end_r: NDArray[np.int64]
+) -> Numbers:
     """The pages of each row that its tokens read or write, from the row's page table."""
     tables = np.zeros((len(rows), aligned(int((end_r - begin_r).max()))), np.int32)
     # Copying each row's pages to its line in Python would take most of the time for the lists.
-    pages = b"".join([row.pages[number][begin:end] for row, begin, end in zip(rows, begin_r.tolist(), end_r.tolist(), strict=True)])
+    pages = b"".join(
+        [
+            row.pages[number][begin:end]
+            for row, begin, end in zip(rows, begin_r.tolist(), end_r.tolist(), strict=True)
+        ]
+    )
     tables[np.arange(tables.shape[1]) < (end_r - begin_r)[:, None]] = np.frombuffer(pages, np.int64)
     return tables
 
 
 def _tiles(
-    start_r: NDArray[np.int64], count_r: NDArray[np.int64], window: int | None, num_heads: int, configuration: Configuration
+    start_r: NDArray[np.int64],
+    count_r: NDArray[np.int64],
+    window: int | None,
+    num_heads: int,
+    configuration: Configuration,
 ) -> Numbers:
-    """Tiles of BLOCK_M rows of every sequence's query matrix. The first positions, whose splits are short, share no tile with the others.
-    `_waves` fills in the place in the scratch memory.
+    """Tiles of BLOCK_M rows of every sequence's query matrix. The first positions, whose splits are
+    short, share no tile with the others. `_waves` fills in the place in the scratch memory.
     """
     # Two segments of each row of the step, one of which is usually empty.
     borders_r3 = np.zeros((len(start_r), 3), np.int64)
     borders_r3[:, 2] = count_r * num_heads
-    borders_r3[:, 1] = np.minimum(np.maximum(configuration.num_short - start_r, 0) * num_heads, borders_r3[:, 2])
+    borders_r3[:, 1] = np.minimum(
+        np.maximum(configuration.num_short - start_r, 0) * num_heads, borders_r3[:, 2]
+    )
     first_s, end_s = borders_r3[:, :2].ravel(), borders_r3[:, 1:].ravel()
     tiles_s = -(-(end_s - first_s) // configuration.rows)
     segment_t = np.repeat(np.arange(len(tiles_s)), tiles_s)
@@ -132,7 +156,8 @@ def _tiles(
     columns = row_t, begin_t, first_split_t, num_splits_t, np.zeros(0, np.int64), last_t, split_t
     tiles = _columns(-(-len(row_t) // TILE_BUCKET) * TILE_BUCKET, columns)
     tiles[len(row_t) :, 0] = -1
-    # Those with the most keys first: a processor that began one of them last would finish long after the others.
+    # Those with the most keys first: a processor that began one of them last would finish long
+    # after the others.
     tiles[: len(row_t)] = tiles[np.argsort(-(start_r[row_t] + last_t // num_heads), kind="stable")]
     return tiles
 
@@ -147,7 +172,9 @@ def most_splits(num_keys: int, window: int | None, configuration: Configuration)
 
 
 def _waves(tiles: Numbers, capacity: int) -> tuple[Wave, ...]:
-    """Groups the tiles into waves whose partial outputs fit into the scratch memory, and gives each tile its place there."""
+    """Groups the tiles into waves whose partial outputs fit into the scratch memory, and gives each
+    tile its place there.
+    """
     splits_t = tiles[:, 3]
     parts_t = np.where(splits_t > 1, splits_t, 0)
     ends_t = np.cumsum(parts_t, dtype=np.int64)

@@ -1,7 +1,9 @@
-"""Single tokens of a step as kernels read them: positions and page tables, in one array of numbers. No Triton.
+"""Single tokens of a step as kernels read them: positions and page tables, in one array of numbers.
+No Triton.
 
-A page table is that of the whole sequence, of which kernels read what a layer's window touches: page i of stack j at i * num_stacks + j.
-So a table changes only where its sequence gets a page, and everything else follows from the positions.
+A page table is that of the whole sequence, of which kernels read what a layer's window touches:
+page i of stack j at i * num_stacks + j. So a table changes only where its sequence gets a page, and
+everything else follows from the positions.
 
 Shape letters: B rows of one token, W pages of a table, N numbers of a step.
 """
@@ -22,13 +24,16 @@ MOST_PAGES = 2**18
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of the lists of a step of single tokens: the same for all steps of `num_rows` rows with contexts of one class."""
+    """Sizes of the lists of a step of single tokens: the same for all steps of `num_rows` rows with
+    contexts of one class.
+    """
 
     num_rows: int
     num_keys: int
     """The longest context of the class."""
     several: bool = False
-    """Whether sequences may have several rows, where the kernels of a step with one for each are others."""
+    """Whether sequences may have several rows, where the kernels of a step with one for each are
+    others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,9 @@ class Singles:
 
 
 def class_of(num_keys: int, page_size: int) -> int:
-    """The longest context of the class of contexts of `num_keys`: a page, or twice as much as the class before."""
+    """The longest context of the class of contexts of `num_keys`: a page, or twice as much as the
+    class before.
+    """
     return page_size << (pages_for(num_keys, page_size) - 1).bit_length()
 
 
@@ -61,23 +68,34 @@ def classes(page_size: int, longest: int) -> Iterator[int]:
 
 
 def shape_of(num_keys: int, num_rows: int, page_size: int) -> Shape | None:
-    """The shape of so many rows with contexts of up to `num_keys`; None if the tables would be too long."""
+    """The shape of so many rows with contexts of up to `num_keys`; None if the tables would be too
+    long.
+    """
     longest = class_of(num_keys, page_size)
     return Shape(num_rows, longest) if num_rows * longest // page_size <= MOST_PAGES else None
 
 
 def _sizes(shape: Shape, layout: CacheLayout, indexed: bool) -> list[tuple[int, ...]]:
-    """Sizes of the lists in the order in which they are concatenated: positions, indices of tokens, and the groups' tables."""
+    """Sizes of the lists in the order in which they are concatenated: positions, indices of tokens,
+    and the groups' tables.
+    """
     tables = ((shape.num_rows, width) for width in table_widths(layout, shape.num_keys))
     return [*((aligned(shape.num_rows),) for _ in range(1 + indexed)), *tables]
 
 
-def packed(step: DecodeStep, shape: Shape, layout: CacheLayout, tokens: Sequence[int] | None = None) -> Numbers:
-    """The lists of a step, padded to `shape`. `tokens`: the indices of its tokens among those of a larger step, if not their own."""
+def packed(
+    step: DecodeStep, shape: Shape, layout: CacheLayout, tokens: Sequence[int] | None = None
+) -> Numbers:
+    """The lists of a step, padded to `shape`. `tokens`: the indices of its tokens among those of a
+    larger step, if not their own.
+    """
     sizes = _sizes(shape, layout, tokens is not None)
     numbers_N, num_rows = np.zeros(sum(map(prod, sizes)), np.int32), len(step)
     lists = (
-        part.reshape(size) for part, size in zip(np.split(numbers_N, np.cumsum([prod(size) for size in sizes])[:-1]), sizes, strict=True)
+        part.reshape(size)
+        for part, size in zip(
+            np.split(numbers_N, np.cumsum([prod(size) for size in sizes])[:-1]), sizes, strict=True
+        )
     )
     for values in (step.positions_R, tokens):
         if values is not None:
@@ -90,5 +108,12 @@ def packed(step: DecodeStep, shape: Shape, layout: CacheLayout, tokens: Sequence
 def unpacked(words_N: Tensor, shape: Shape, layout: CacheLayout, indexed: bool = False) -> Singles:
     """The lists that `packed` has concatenated, on the device."""
     sizes = _sizes(shape, layout, indexed)
-    positions_B, *others = (x.view(size) for x, size in zip(words_N.split(list(map(prod, sizes))), sizes, strict=True))
-    return Singles(positions_B[: shape.num_rows], tuple(others[indexed:]), shape.num_keys, others[0] if indexed else None)
+    positions_B, *others = (
+        x.view(size) for x, size in zip(words_N.split(list(map(prod, sizes))), sizes, strict=True)
+    )
+    return Singles(
+        positions_B[: shape.num_rows],
+        tuple(others[indexed:]),
+        shape.num_keys,
+        others[0] if indexed else None,
+    )

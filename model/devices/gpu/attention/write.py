@@ -1,8 +1,10 @@
-"""The kernel that applies rotary embeddings to keys and queries and stores keys and values in their slots: one launch.
+"""The kernel that applies rotary embeddings to keys and queries and stores keys and values in their
+slots: one launch.
 
-Rotated queries go to a new matrix. The rotation is computed in float32 as by model.layers.Rotation, and rounded once. Float8 slots
-saturate, and infinities become NaN (cache/pool.py). Invariant: it writes to the given slots and nowhere else in the pool; tokens with
-a slot or position below 0 are padding and are skipped. It knows nothing of sequences.
+Rotated queries go to a new matrix. The rotation is computed in float32 as by model.layers.Rotation,
+and rounded once. Float8 slots saturate, and infinities become NaN (cache/pool.py). Invariant: it
+writes to the given slots and nowhere else in the pool; tokens with a slot or position below 0 are
+padding and are skipped. It knows nothing of sequences.
 
 Shape letters: H heads of a program, P pairs of a head's columns.
 """
@@ -60,28 +62,44 @@ def slot_of(position, table_ptr, num_stacks, PAGE: tl.constexpr):
 @triton.jit
 def store(
     token, slot, k_ptr, v_ptr, cosine_ptr, sine_ptr, keys_ptr, values_ptr, k_stride, v_stride,
-    KEY_DIM: tl.constexpr, BLOCK_KEY: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr, VALUE_IN_KEY: tl.constexpr,
+    KEY_DIM: tl.constexpr, BLOCK_KEY: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, VALUE_IN_KEY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """A token's key, rotated where there is a rotation, and its value unless that is part of the key."""
+    """A token's key, rotated where there is a rotation, and its value unless that is part of the
+    key.
+    """
     key_ptr, to_ptr = k_ptr + token * k_stride, keys_ptr + slot * KEY_DIM
     if cosine_ptr is None:
         _copy(key_ptr, to_ptr, KEY_DIM, BLOCK_KEY)
     else:
-        _rotate(key_ptr, to_ptr, cosine_ptr, sine_ptr, tl.arange(0, 1), 1, KEY_DIM, BLOCK_KEY, INTERLEAVED)
+        _rotate(
+            key_ptr,
+            to_ptr,
+            cosine_ptr,
+            sine_ptr,
+            tl.arange(0, 1),
+            1,
+            KEY_DIM,
+            BLOCK_KEY,
+            INTERLEAVED,
+        )
     if not VALUE_IN_KEY:
         _copy(v_ptr + token * v_stride, values_ptr + slot * VALUE_DIM, VALUE_DIM, BLOCK_VALUE)
 
 
 @triton.jit(do_not_specialize=["table_stride", "stack", "num_stacks"])
 def scatter(
-    q_ptr, k_ptr, v_ptr, cosine_ptr, sine_ptr, turned_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, tables_ptr,
+    q_ptr, k_ptr, v_ptr, cosine_ptr, sine_ptr, turned_ptr, keys_ptr, values_ptr, slots_ptr,
+    positions_ptr, tables_ptr,
     q_stride, k_stride, v_stride, table_stride, stack, num_stacks, PAGE: tl.constexpr,
-    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_KEY: tl.constexpr,
+    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, VALUE_IN_KEY: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, 0): token t's key, and its value unless that is part of the key. With a rotation, program (t, 1 + i): block i of its
-    query heads. Slots are listed, or follow from the positions of single tokens.
+    """Program (t, 0): token t's key, and its value unless that is part of the key. With a rotation,
+    program (t, 1 + i): block i of its query heads. Slots are listed, or follow from the positions
+    of single tokens.
     """
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if positions_ptr is None:
@@ -98,10 +116,21 @@ def scatter(
         sine_ptr += token * (KEY_DIM // 2)
     if part == 0:
         store(
-            token, slot, k_ptr, v_ptr, cosine_ptr, sine_ptr, keys_ptr, values_ptr, k_stride, v_stride,
+            token, slot, k_ptr, v_ptr, cosine_ptr, sine_ptr, keys_ptr, values_ptr, k_stride,
+            v_stride,
             KEY_DIM, BLOCK_KEY, VALUE_DIM, BLOCK_VALUE, VALUE_IN_KEY, INTERLEAVED,
         )  # fmt: skip
     elif cosine_ptr is not None:
         query_ptr, query_to_ptr = q_ptr + token * q_stride, turned_ptr + token * (HEADS * KEY_DIM)
         head_H = (part - 1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-        _rotate(query_ptr, query_to_ptr, cosine_ptr, sine_ptr, head_H, HEADS, KEY_DIM, BLOCK_KEY, INTERLEAVED)
+        _rotate(
+            query_ptr,
+            query_to_ptr,
+            cosine_ptr,
+            sine_ptr,
+            head_H,
+            HEADS,
+            KEY_DIM,
+            BLOCK_KEY,
+            INTERLEAVED,
+        )

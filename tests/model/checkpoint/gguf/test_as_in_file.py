@@ -1,4 +1,6 @@
-"""Weights as in a GGUF file: 4-bit blocks stay 4-bit, other quantized ones are held in int8, a matrix in parts where its tensors differ."""
+"""Weights as in a GGUF file: 4-bit blocks stay 4-bit, other quantized ones are held in int8, a
+matrix in parts where its tensors differ.
+"""
 
 import random
 from pathlib import Path
@@ -25,7 +27,12 @@ from tests.support.families import CONFIGS
 from tests.support.gguf_models import make_folder
 
 needs_kernels = pytest.mark.skipif(native.library() is None, reason="no kernels were compiled")
-FULL = LLAMA | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "attention_bias": True}
+FULL = LLAMA | {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+    "attention_bias": True,
+}
 MIXED = {
     "token_embd": "Q6_K",
     "output": "Q8_0",
@@ -40,7 +47,9 @@ MIXED = {
 """Parts of one matrix differ: the queries, the key and the value, and the halves of a gated MLP."""
 
 
-def make_gguf(folder: Path, config: dict[str, Any], kind: str = "F32", kinds: dict[str, str] | None = None) -> Path:
+def make_gguf(
+    folder: Path, config: dict[str, Any], kind: str = "F32", kinds: dict[str, str] | None = None
+) -> Path:
     (folder / "gguf").mkdir()
     make_folder(folder / "source", config)
     convert(folder / "source", folder / "gguf", kind, kinds=kinds)
@@ -54,7 +63,9 @@ def load(folder: Path, dtype: str = "auto", quantization: str = "auto") -> Model
 
 def held(matrix: Any) -> torch.Tensor:
     """All rows of a linear layer, in float32."""
-    return torch.cat([part.rows(torch.arange(part.shape[0])) for part in [*matrix.stack] or [matrix]])
+    return torch.cat(
+        [part.rows(torch.arange(part.shape[0])) for part in [*matrix.stack] or [matrix]]
+    )
 
 
 @needs_kernels
@@ -67,18 +78,27 @@ def test_each_part_of_a_matrix_is_held_as_in_the_file(tmp_path: Path) -> None:
         "mlp.up": ["mlp.gate_proj", "mlp.up_proj"],
         "mlp.down": ["mlp.down_proj"],
     }
-    forms = {"attention.qkv": ["int4", "int4", "int8"], "attention.out": ["int8"], "mlp.up": ["int4", None], "mlp.down": ["int4"]}
+    forms = {
+        "attention.qkv": ["int4", "int4", "int8"],
+        "attention.out": ["int8"],
+        "mlp.up": ["int4", None],
+        "mlp.down": ["int4"],
+    }
     for name, theirs in parts.items():
         matrix: Any = decoder.get_submodule(f"blocks.1.{name}")
         each = [part.form and part.form.name for part in [*matrix.stack] or [matrix]]
         assert each == forms[name]
         names = [f"model.layers.1.{module}.weight" for module in theirs]
         expected = [checkpoint.read(Part(name)).float() for name in names]
-        for rows, file, tensor in zip(held(matrix).split([len(e) for e in expected]), expected, names, strict=True):
+        for rows, file, tensor in zip(
+            held(matrix).split([len(e) for e in expected]), expected, names, strict=True
+        ):
             kind = MIXED[checkpoint.files[tensor]._sources[tensor].stored.name.split(".")[-2]]  # type: ignore[attr-defined]
             if kind in ("Q4_0", "Q4_1", "F16"):
                 assert torch.equal(rows, file), tensor
-            elif kind == "Q4_K":  # The numbers are the file's, each scale and minimum the float16 nearest to it.
+            elif (
+                kind == "Q4_K"
+            ):  # The numbers are the file's, each scale and minimum the float16 nearest to it.
                 assert 0 < (rows - file).abs().max() < 2**-11 * 0.002 * 63 * 16
             else:
                 assert (rows - file).abs().max() <= file.abs().max() / 127
@@ -88,8 +108,13 @@ def test_each_part_of_a_matrix_is_held_as_in_the_file(tmp_path: Path) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize(("family", "kinds"), [("llama", MIXED), ("gemma", {"attn_v": "Q6_K"}), ("santacoder", {"attn_qkv": "Q5_K"})])
-def test_a_program_and_the_modules_give_the_same_bits(family: str, kinds: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "kinds"),
+    [("llama", MIXED), ("gemma", {"attn_v": "Q6_K"}), ("santacoder", {"attn_qkv": "Q5_K"})],
+)
+def test_a_program_and_the_modules_give_the_same_bits(
+    family: str, kinds: dict[str, str], tmp_path: Path
+) -> None:
     sizes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_attention_heads": 4}
     config = FULL if family == "llama" else dict(CONFIGS[family][0])
     if family == "gemma":
@@ -101,7 +126,11 @@ def test_a_program_and_the_modules_give_the_same_bits(family: str, kinds: dict[s
     modules, rng = Device.forward(runner.device, runner.decoder, runner.backend), random.Random(7)
     for threads, most_tokens in ((1, 8), (2, 1), (2, 40)):
         plan = ragged(runner, rng, 3, most_tokens)
-        for found, expected in zip(states(runner, runner.forward, plan, threads), states(runner, modules, plan, 1), strict=True):
+        for found, expected in zip(
+            states(runner, runner.forward, plan, threads),
+            states(runner, modules, plan, 1),
+            strict=True,
+        ):
             assert torch.equal(found, expected)
 
 
@@ -136,9 +165,16 @@ def blocks_of(checkpoint: Checkpoint, part: Part) -> tuple[BlockFormat, torch.Te
 @needs_kernels
 @pytest.mark.parametrize(
     ("dtype", "quantization", "form"),
-    [("auto", "none", None), ("bfloat16", "auto", None), ("auto", "int8", "int8"), ("auto", "int4", "int4")],
+    [
+        ("auto", "none", None),
+        ("bfloat16", "auto", None),
+        ("auto", "int8", "int8"),
+        ("auto", "int4", "int4"),
+    ],
 )
-def test_what_is_asked_for_is_what_is_held(dtype: str, quantization: str, form: str | None, tmp_path: Path) -> None:
+def test_what_is_asked_for_is_what_is_held(
+    dtype: str, quantization: str, form: str | None, tmp_path: Path
+) -> None:
     decoder = load(make_gguf(tmp_path, FULL, kinds=MIXED), dtype, quantization).decoder
     qkv: Any = decoder.get_submodule("blocks.0.attention.qkv")
     assert not decoder.block_forms and (qkv.form and qkv.form.name) == form and not qkv.stack
@@ -147,7 +183,9 @@ def test_what_is_asked_for_is_what_is_held(dtype: str, quantization: str, form: 
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "F16"])
-def test_without_kernels_and_for_safetensors_weights_are_floats(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_kernels_and_for_safetensors_weights_are_floats(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make_gguf(tmp_path, FULL, kind)
     assert not load(tmp_path / "source").decoder.block_forms
     for module in ("device", "attention"):
@@ -165,4 +203,7 @@ def test_the_plan_says_what_is_held(tmp_path: Path) -> None:
     assert plan.weight_form == "mixed" and plan.weight_bytes["mixed"] == runner.weight_bytes
     assert plan.block_forms == runner.decoder.block_forms
     asked = make_plan(PlanOptions(model=folder, memory=10**9, device="cpu", quantization="none"))
-    assert not asked.block_forms and asked.weight_bytes[asked.weight_form] == load(folder, quantization="none").weight_bytes
+    assert (
+        not asked.block_forms
+        and asked.weight_bytes[asked.weight_form] == load(folder, quantization="none").weight_bytes
+    )

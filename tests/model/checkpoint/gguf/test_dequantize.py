@@ -1,4 +1,6 @@
-"""Dequantization, compared bit for bit with the `gguf` package's on random bytes and on every float16 scale there is."""
+"""Dequantization, compared bit for bit with the `gguf` package's on random bytes and on every
+float16 scale there is.
+"""
 
 import numpy as np
 import pytest
@@ -17,7 +19,10 @@ TYPES = sorted(QUANTIZED)
 def test_types_are_those_of_gguf() -> None:
     for number, kind in BLOCK_TYPES.items():
         assert GGMLQuantizationType(number).name == kind.name
-        assert GGML_QUANT_SIZES[GGMLQuantizationType(number)] == (kind.block_elements, kind.block_bytes)
+        assert GGML_QUANT_SIZES[GGMLQuantizationType(number)] == (
+            kind.block_elements,
+            kind.block_bytes,
+        )
 
 
 def random_blocks(kind: str) -> torch.Tensor:
@@ -48,7 +53,11 @@ def test_a_scale_that_is_no_number_is_refused(kind: str, pattern: int) -> None:
         data = random_blocks(kind)[:10].clone()
         data[7, begin], data[7, begin + 1] = pattern & 255, pattern >> 8
         with pytest.raises(CheckpointError, match="a block whose scale is NaN or infinity"):
-            dequantize(kind, data, torch.empty(data.numel() // data.shape[1], 256 if kind.endswith("_K") else 32))
+            dequantize(
+                kind,
+                data,
+                torch.empty(data.numel() // data.shape[1], 256 if kind.endswith("_K") else 32),
+            )
         for form in {form for repacked, form in REPACKED if repacked == kind}:
             with pytest.raises(CheckpointError, match="a block whose scale is NaN or infinity"):
                 repack(kind, form, data)

@@ -1,4 +1,6 @@
-"""GGUF headers: what the `gguf` package writes is read as it was written; every other file is refused by a line that names the fault."""
+"""GGUF headers: what the `gguf` package writes is read as it was written; every other file is
+refused by a line that names the fault.
+"""
 
 import struct
 import subprocess
@@ -35,14 +37,24 @@ def opened(tmp_path: Path, data: bytes) -> GGUFFile:
 def test_what_gguf_writes_is_read_as_gguf_reads_it(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     ones: Any = np.ones
-    tensors = {"a": np.arange(12, dtype=np.float32).reshape(3, 4), "b": ones(5, np.float16), "c": ones((2, 3, 4), np.float32)}
+    tensors = {
+        "a": np.arange(12, dtype=np.float32).reshape(3, 4),
+        "b": ones(5, np.float16),
+        "c": ones((2, 3, 4), np.float32),
+    }
     write_file(path, "llama", METADATA, tensors)
     file, oracle = GGUFFile.open(path), GGUFReader(path)
     for item in oracle.tensors:
         entry = file.tensors[item.name]
-        assert (entry.dtype, entry.shape) == (item.tensor_type.name, tuple(item.shape.tolist()[::-1]))
+        assert (entry.dtype, entry.shape) == (
+            item.tensor_type.name,
+            tuple(item.shape.tolist()[::-1]),
+        )
         assert (entry.begin, entry.num_bytes) == (item.data_offset, item.n_bytes)
-    found = {key: item if isinstance(item, str | int | float) else list(item) for key, item in file.metadata.items()}
+    found = {
+        key: item if isinstance(item, str | int | float) else list(item)
+        for key, item in file.metadata.items()
+    }
     assert found == {"general.architecture": "llama"} | METADATA
 
 
@@ -57,35 +69,77 @@ DATA = bytes(32 + 12)
         (b"GGUF" + struct.pack("<I", 1), "GGUF version 1; read are 2 and 3"),
         (b"GGUF" + struct.pack(">I", 3), "GGUF version 50331648; read are 2 and 3, little-endian"),
         (b"GGUF\x03", "version: 4 bytes from byte 4 on, the file has 5: truncated"),
-        (raw_file([], [], says_tensors=2**63), "says it has 9223372036854775808 tensors and 0 metadata keys; read are 131072 of each"),
-        (raw_file([], [], says_keys=2**63), "says it has 0 tensors and 9223372036854775808 metadata keys"),
+        (
+            raw_file([], [], says_tensors=2**63),
+            "says it has 9223372036854775808 tensors and 0 metadata keys; read are 131072 of each",
+        ),
+        (
+            raw_file([], [], says_keys=2**63),
+            "says it has 0 tensors and 9223372036854775808 metadata keys",
+        ),
         (raw_file([pair("a", 1), pair("a", 2)], []), "metadata key a occurs twice"),
         (raw_file([pair("", 1)], []), "metadata key 0: '' is not a name of 1 to 255"),
         (raw_file([pair("a\nb", 1)], []), r"'a\\nb' is not a name"),
         (raw_file([pair(b"\xff", 1)], []), "metadata key 0: a string that is not UTF-8"),
-        (raw_file([text("a") + struct.pack("<IQ", 8, 2**63)], []), "a: 9223372036854775816 bytes from byte"),
+        (
+            raw_file([text("a") + struct.pack("<IQ", 8, 2**63)], []),
+            "a: 9223372036854775816 bytes from byte",
+        ),
         (raw_file([text("a") + struct.pack("<I", 13)], []), "a: value type 13 is not known"),
         (raw_file([text("a") + struct.pack("<IIQ", 9, 9, 1)], []), "a: an array of value type 9"),
-        (raw_file([text("a") + struct.pack("<IIQ", 9, 8, 2**61)], []), "a: with the arrays before it, it has more than the 1048576"),
-        (raw_file([text("a") + struct.pack("<IIQ", 9, 12, 2**62)], []), "a, an array of 4611686018427387904 numbers"),
-        (raw_file([text("a") + struct.pack("<IIQ", 9, 8, 2) + text("x") + text(b"\xff")], []), "a: a string that is not UTF-8"),
-        (raw_file([text("a") + struct.pack("<IIQ", 9, 8, 1) + struct.pack("<Q", 2**63)], []), "a: 92233720"),
-        (raw_file([pair("general.alignment", 24)], []), "general.alignment is 24, expected a power of two"),
+        (
+            raw_file([text("a") + struct.pack("<IIQ", 9, 8, 2**61)], []),
+            "a: with the arrays before it, it has more than the 1048576",
+        ),
+        (
+            raw_file([text("a") + struct.pack("<IIQ", 9, 12, 2**62)], []),
+            "a, an array of 4611686018427387904 numbers",
+        ),
+        (
+            raw_file([text("a") + struct.pack("<IIQ", 9, 8, 2) + text("x") + text(b"\xff")], []),
+            "a: a string that is not UTF-8",
+        ),
+        (
+            raw_file([text("a") + struct.pack("<IIQ", 9, 8, 1) + struct.pack("<Q", 2**63)], []),
+            "a: 92233720",
+        ),
+        (
+            raw_file([pair("general.alignment", 24)], []),
+            "general.alignment is 24, expected a power of two",
+        ),
         (raw_file([pair("general.alignment", "32")], []), "general.alignment is '32'"),
         (raw_file([], [tensor("a", [], 0, 0)]), "a: 0 dimensions, expected 1 to 4"),
         (raw_file([], [tensor("a", [1] * 5, 0, 0)]), "a: 5 dimensions"),
-        (raw_file([], [tensor("a", [0], 0, 0)]), "a: shape .0., expected rows of one or more blocks of 1"),
-        (raw_file([], [tensor("a", [33], 2, 0)]), "a: shape .33., expected rows of one or more blocks of 32"),
+        (
+            raw_file([], [tensor("a", [0], 0, 0)]),
+            "a: shape .0., expected rows of one or more blocks of 1",
+        ),
+        (
+            raw_file([], [tensor("a", [33], 2, 0)]),
+            "a: shape .33., expected rows of one or more blocks of 32",
+        ),
         (raw_file([], [tensor("a", [256], 10, 0)]), "a has type Q2_K; read are F32, F16, .*BF16"),
         (raw_file([], [tensor("a", [256], 99, 0)]), "a has type number 99"),
         (raw_file([], [tensor("x" * 256, [4], 0, 0)]), "is not a name of 1 to 255"),
         (raw_file([], [*F32, tensor("a", [1], 0, 64)], DATA), "tensor a occurs twice"),
         (raw_file([], F32, DATA[:-1]), "ends at byte .*, its tensors at .*: truncated"),
-        (raw_file([], F32, DATA + bytes(21)), "ends at byte 193, its tensors at 172: truncated or damaged"),
-        (raw_file([], [F32[0], tensor("b", [3], 0, 0)], DATA), "tensor b: offset 0, expected 32, after the tensor before it"),
+        (
+            raw_file([], F32, DATA + bytes(21)),
+            "ends at byte 193, its tensors at 172: truncated or damaged",
+        ),
+        (
+            raw_file([], [F32[0], tensor("b", [3], 0, 0)], DATA),
+            "tensor b: offset 0, expected 32, after the tensor before it",
+        ),
         (raw_file([], [F32[0], tensor("b", [3], 0, 36)], DATA), "tensor b: offset 36, expected 32"),
-        (raw_file([], [F32[0], tensor("b", [3], 0, 64)], DATA + DATA), "tensor b: offset 64, expected 32"),
-        (raw_file([], [tensor("a", [2**62, 2**62], 0, 0)]), "ends at byte .*, its tensors at .*: truncated"),
+        (
+            raw_file([], [F32[0], tensor("b", [3], 0, 64)], DATA + DATA),
+            "tensor b: offset 64, expected 32",
+        ),
+        (
+            raw_file([], [tensor("a", [2**62, 2**62], 0, 0)]),
+            "ends at byte .*, its tensors at .*: truncated",
+        ),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, data: bytes, message: str) -> None:
@@ -99,7 +153,9 @@ def test_padding_after_the_last_tensor_may_be_missing_or_whole(tmp_path: Path) -
         assert [*opened(tmp_path, raw_file([], F32, data, version)).tensors] == ["a", "b"]
 
 
-def test_a_header_beyond_what_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_header_beyond_what_is_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(header, "MAX_HEADER_BYTES", 64)
     with pytest.raises(CheckpointError, match="its header goes on after 64 bytes"):
         opened(tmp_path, raw_file([pair("a", "x" * 100)], F32, DATA))
@@ -118,7 +174,11 @@ def write_parts(folder: Path, count: int = 3) -> list[Path]:
     paths = []
     for number in range(count):
         path = folder / f"m-{number + 1:05}-of-{count:05}.gguf"
-        keys = [pair("split.no", number, 2), pair("split.count", count, 2), pair("split.tensors.count", count, 5)]
+        keys = [
+            pair("split.no", number, 2),
+            pair("split.count", count, 2),
+            pair("split.tensors.count", count, 5),
+        ]
         path.write_bytes(raw_file(keys, [tensor(f"t{number}", [3], 0, 0)], bytes(12)))
         paths.append(path)
     return paths
@@ -128,7 +188,9 @@ def test_parts_are_one_checkpoint_whichever_is_named(tmp_path: Path) -> None:
     paths = write_parts(tmp_path)
     for path in paths:
         found = GGUF.open(path)
-        assert {name: file.path for name, file in found.tensors.items()} == {f"t{i}": paths[i] for i in range(3)}
+        assert {name: file.path for name, file in found.tensors.items()} == {
+            f"t{i}": paths[i] for i in range(3)
+        }
     assert part_paths(tmp_path / "m.gguf") == [tmp_path / "m.gguf"]
 
 
@@ -136,13 +198,21 @@ def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     first, second, third = write_parts(tmp_path)
     whole = second.read_bytes()
     second.write_bytes(third.read_bytes())
-    with pytest.raises(CheckpointError, match=r"00003-of-00003\.gguf: tensor t2 occurs in m-00002-of"):
+    with pytest.raises(
+        CheckpointError, match=r"00003-of-00003\.gguf: tensor t2 occurs in m-00002-of"
+    ):
         GGUF.open(first)
     second.write_bytes(whole.replace(b"t1", b"t0"))
-    with pytest.raises(CheckpointError, match=r"m-00002-of-00003\.gguf: tensor t0 occurs in m-00001-of-00003\.gguf too"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"m-00002-of-00003\.gguf: tensor t0 occurs in m-00001-of-00003\.gguf too",
+    ):
         GGUF.open(third)
     second.unlink()
-    with pytest.raises(CheckpointError, match=r"m-00002-of-00003\.gguf: no such file; m-00003-of-00003\.gguf is one of 3 parts"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"m-00002-of-00003\.gguf: no such file; m-00003-of-00003\.gguf is one of 3 parts",
+    ):
         GGUF.open(third)
     with pytest.raises(CheckpointError, match=r"split\.count is 3, expected 1"):
         GGUF.open(first.rename(tmp_path / "m.gguf"))
@@ -152,5 +222,8 @@ def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
 
 
 def test_reading_a_header_imports_no_torch() -> None:
-    code = "import sys, model.checkpoint.gguf.split; sys.exit(any(name in sys.modules for name in ('torch', 'numpy')))"
+    code = (
+        "import sys, model.checkpoint.gguf.split; sys.exit(any(name in sys.modules for name in "
+        "('torch', 'numpy')))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

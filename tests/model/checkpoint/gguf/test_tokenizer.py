@@ -1,4 +1,6 @@
-"""The tokenizer of a GGUF file gives the ids of the library whose vocabulary it is: SentencePiece, or `tokenizers` with its own parts."""
+"""The tokenizer of a GGUF file gives the ids of the library whose vocabulary it is: SentencePiece,
+or `tokenizers` with its own parts.
+"""
 
 import importlib.util
 import io
@@ -32,9 +34,14 @@ TEXTS = (
     "\x00\x01\x7f",
     "",
 )
-CORPUS = (*TEXTS, "the quick brown fox jumps over the lazy dog and the other dogs", "return self.x if x else None # 1234\n") * 4
+CORPUS = (
+    *TEXTS,
+    "the quick brown fox jumps over the lazy dog and the other dogs",
+    "return self.x if x else None # 1234\n",
+) * 4
 needs_sentencepiece = pytest.mark.skipif(
-    not (importlib.util.find_spec("sentencepiece") and importlib.util.find_spec("google")), reason="takes sentencepiece and protobuf"
+    not (importlib.util.find_spec("sentencepiece") and importlib.util.find_spec("google")),
+    reason="takes sentencepiece and protobuf",
 )
 
 
@@ -83,7 +90,10 @@ def sentencepiece(prefix: bool, bytes_too: bool = True) -> tuple[Any, dict[str, 
         minloglevel=2,
     )
     model = pb2.ModelProto.FromString(made.getvalue())
-    pieces = [(piece.piece.replace("\u2581", " ") if piece.type == USER_DEFINED else piece.piece, piece) for piece in model.pieces]
+    pieces = [
+        (piece.piece.replace("\u2581", " ") if piece.type == USER_DEFINED else piece.piece, piece)
+        for piece in model.pieces
+    ]
     metadata = {
         f"{PREFIX}model": "llama",
         f"{PREFIX}tokens": [text for text, _ in pieces],
@@ -100,11 +110,18 @@ def sentencepiece(prefix: bool, bytes_too: bool = True) -> tuple[Any, dict[str, 
 @needs_sentencepiece
 @pytest.mark.parametrize("bytes_too", [True, False])
 @pytest.mark.parametrize("prefix", [True, False])
-def test_a_sentencepiece_vocabulary_is_read_as_sentencepiece_reads_it(prefix: bool, bytes_too: bool) -> None:
+def test_a_sentencepiece_vocabulary_is_read_as_sentencepiece_reads_it(
+    prefix: bool, bytes_too: bool
+) -> None:
     oracle, metadata = sentencepiece(prefix, bytes_too)
     made = loaded(metadata)
-    # With a prefix SentencePiece puts it before the text alone, where it may begin an added token; llama.cpp after every added token too.
-    texts = [text for text in probes() if not (prefix and (text.startswith(" ") or "  " in text or "\n" in text))]
+    # With a prefix SentencePiece puts it before the text alone, where it may begin an added token;
+    # llama.cpp after every added token too.
+    texts = [
+        text
+        for text in probes()
+        if not (prefix and (text.startswith(" ") or "  " in text or "\n" in text))
+    ]
     assert len(texts) > 60
     for text in texts:
         ids = oracle.encode(text)
@@ -112,20 +129,31 @@ def test_a_sentencepiece_vocabulary_is_read_as_sentencepiece_reads_it(prefix: bo
         if bytes_too:
             assert made.decode(ids, skip_special_tokens=False) == text
     assert made.encode("").ids == [1]  # The begin token, unless add_bos_token says otherwise.
-    assert loaded(metadata | {f"{PREFIX}add_bos_token": False, f"{PREFIX}add_eos_token": True}).encode("").ids == [2]
+    assert loaded(
+        metadata | {f"{PREFIX}add_bos_token": False, f"{PREFIX}add_eos_token": True}
+    ).encode("").ids == [2]
 
 
 @needs_sentencepiece
 def test_control_tokens_are_found_in_a_prompt_and_never_merged_from_text() -> None:
     _, metadata = sentencepiece(prefix=False)
-    made, ids = loaded(metadata), {token: id for id, token in enumerate(metadata[f"{PREFIX}tokens"])}
+    made, ids = (
+        loaded(metadata),
+        {token: id for id, token in enumerate(metadata[f"{PREFIX}tokens"])},
+    )
     found = made.encode("<start_of_turn>a<table>", add_special_tokens=False).ids
     assert found == [ids["<start_of_turn>"], ids["a"], ids["<table>"]]
     made.encode_special_tokens = True
-    assert ids["<start_of_turn>"] not in made.encode("<start_of_turn>", add_special_tokens=False).ids
+    assert (
+        ids["<start_of_turn>"] not in made.encode("<start_of_turn>", add_special_tokens=False).ids
+    )
     assert made.decode(found, skip_special_tokens=True) == "a<table>"
     merged = {"".join(pair) for pair in tokenizer_json(metadata)["model"]["merges"]}
-    assert merged and not merged & {token for token, kind in zip(ids, metadata[f"{PREFIX}token_type"], strict=True) if kind != NORMAL}
+    assert merged and not merged & {
+        token
+        for token, kind in zip(ids, metadata[f"{PREFIX}token_type"], strict=True)
+        if kind != NORMAL
+    }
 
 
 def byte_level(parts: list[Any], **metadata: Any) -> tuple[Tokenizer, dict[str, Any]]:
@@ -135,12 +163,19 @@ def byte_level(parts: list[Any], **metadata: Any) -> tuple[Tokenizer, dict[str, 
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     marks = ["<|endoftext|>", "<fim_prefix>"]
-    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=marks, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, special_tokens=marks, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(CORPUS, trainer)
     described = json.loads(tokenizer.to_str())["model"]
     tokens = sorted(described["vocab"], key=described["vocab"].__getitem__)
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in described["merges"]]
-    found = {"model": "gpt2", "tokens": tokens, "merges": merges, "token_type": [CONTROL] * 2 + [NORMAL] * (len(tokens) - 2)}
+    found = {
+        "model": "gpt2",
+        "tokens": tokens,
+        "merges": merges,
+        "token_type": [CONTROL] * 2 + [NORMAL] * (len(tokens) - 2),
+    }
     return tokenizer, {f"{PREFIX}{key}": value for key, value in (found | metadata).items()}
 
 
@@ -154,12 +189,21 @@ DIGITS = pre_tokenizers.Digits(individual_digits=True)
         ("gpt-2", [WORDS]),
         ("starcoder", [DIGITS, WORDS]),
         ("refact", [DIGITS, WORDS]),
-        ("falcon", [pre_tokenizers.Punctuation("contiguous"), WORDS, pre_tokenizers.Split("333", "isolated")]),
+        (
+            "falcon",
+            [
+                pre_tokenizers.Punctuation("contiguous"),
+                WORDS,
+                pre_tokenizers.Split("333", "isolated"),
+            ],
+        ),
         ("default", [WORDS, pre_tokenizers.Digits(individual_digits=False)]),
         (None, [WORDS, pre_tokenizers.Digits(individual_digits=False)]),
     ],
 )
-def test_a_byte_level_vocabulary_is_split_as_its_model_splits(pre: str | None, parts: list[Any]) -> None:
+def test_a_byte_level_vocabulary_is_split_as_its_model_splits(
+    pre: str | None, parts: list[Any]
+) -> None:
     oracle, metadata = byte_level(parts, **({} if pre is None else {"pre": pre}))
     made = loaded(metadata)
     same = 0
@@ -167,7 +211,8 @@ def test_a_byte_level_vocabulary_is_split_as_its_model_splits(pre: str | None, p
         ids = made.encode(text).ids
         assert made.decode(ids, skip_special_tokens=False) == text
         same += ids == oracle.encode(text).ids
-    # Of these the parts of `tokenizers` say all; of the others only the part that the texts with neither punctuation nor script need.
+    # Of these the parts of `tokenizers` say all; of the others only the part that the texts with
+    # neither punctuation nor script need.
     assert same == len(probes()) if pre in ("gpt-2", "starcoder", "refact") else same > 20
 
 
@@ -177,7 +222,9 @@ def test_every_pre_tokenizer_keeps_every_character() -> None:
     _, metadata = byte_level([WORDS])
     for pre in PATTERNS:
         made = loaded(metadata | {f"{PREFIX}pre": pre, f"{PREFIX}bos_token_id": 0})
-        assert [made.decode(made.encode(text, add_special_tokens=False).ids) for text in TEXTS] == list(TEXTS), pre
+        assert [
+            made.decode(made.encode(text, add_special_tokens=False).ids) for text in TEXTS
+        ] == list(TEXTS), pre
 
 
 def test_special_tokens_templates_ends_and_sampling_defaults_come_from_the_metadata() -> None:
@@ -187,7 +234,11 @@ def test_special_tokens_templates_ends_and_sampling_defaults_come_from_the_metad
         f"{PREFIX}eot_token_id": 1,
         f"{PREFIX}prefix_token_id": len(tokens) - 1,
     }
-    metadata |= {f"{PREFIX}tokens": tokens, f"{PREFIX}token_type": [*metadata[f"{PREFIX}token_type"], 3, 3], **ids}
+    metadata |= {
+        f"{PREFIX}tokens": tokens,
+        f"{PREFIX}token_type": [*metadata[f"{PREFIX}token_type"], 3, 3],
+        **ids,
+    }
     assert tokenizer_config(metadata) == {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<|endoftext|>",
@@ -196,15 +247,24 @@ def test_special_tokens_templates_ends_and_sampling_defaults_come_from_the_metad
     }
     assert generation_config(metadata) == {"eos_token_id": [0, 1]}
     assert generation_config(
-        metadata | {f"{PREFIX}eos_token_id": 2, "general.sampling.temp": 0.7, "general.sampling.penalty_repeat": 1.1}
+        metadata
+        | {
+            f"{PREFIX}eos_token_id": 2,
+            "general.sampling.temp": 0.7,
+            "general.sampling.penalty_repeat": 1.1,
+        }
     ) == {
         "eos_token_id": [1, 2],
         "temperature": 0.7,
         "repetition_penalty": 1.1,
     }
     one = metadata | {"tokenizer.chat_template": "{{ x }}<end_of_turn>"}
-    assert tokenizer_config(one)["chat_template"] == [{"name": "default", "template": "{{ x }}<end_of_turn>"}]
-    assert generation_config(one) == {"eos_token_id": [0, 1]}  # The template's end of a turn is found by rendering it.
+    assert tokenizer_config(one)["chat_template"] == [
+        {"name": "default", "template": "{{ x }}<end_of_turn>"}
+    ]
+    assert generation_config(one) == {
+        "eos_token_id": [0, 1]
+    }  # The template's end of a turn is found by rendering it.
     assert tokenizer_config(one | {"tokenizer.chat_template.tools": "y"})["chat_template"] == [
         {"name": "default", "template": "{{ x }}<end_of_turn>"},
         {"name": "tools", "template": "y"},
@@ -220,18 +280,39 @@ def test_special_tokens_templates_ends_and_sampling_defaults_come_from_the_metad
         ({"tokens": []}, r"tokens must be a list of str, one or more, found \[\]"),
         ({"tokens": None}, "tokens must be a list of str, one or more, and is missing"),
         ({"tokens": ["a", "b", "a"]}, "tokens must be each token once, not 2 times 'a'"),
-        ({"token_type": [1]}, "token_type must be a list of int, one for each of [0-9]+ tokens, found"),
+        (
+            {"token_type": [1]},
+            "token_type must be a list of int, one for each of [0-9]+ tokens, found",
+        ),
         ({"merges": None}, "merges must be a list of str, one or more, and is missing"),
-        ({"merges": ["a b", "a zzz"]}, "merges: number 1 is 'a zzz'; expected two tokens of the vocabulary that make a third"),
-        ({"add_bos_token": True}, "bos_token_id must be an id, as the tokenizer adds that token to every prompt, and is missing"),
+        (
+            {"merges": ["a b", "a zzz"]},
+            "merges: number 1 is 'a zzz'; expected two tokens of the vocabulary that make a third",
+        ),
+        (
+            {"add_bos_token": True},
+            "bos_token_id must be an id, as the tokenizer adds that token to every prompt, and is "
+            "missing",
+        ),
         ({"add_eos_token": 1}, "add_eos_token must be true or false, found 1"),
-        ({"add_bos_token": True, "bos_token_id": 10**6}, "bos_token_id must be an integer from 0 to [0-9]+, found 1000000"),
-        ({"add_space_prefix": True}, "add_space_prefix must be false for a byte-level vocabulary, found True"),
-        ({"remove_extra_whitespaces": True}, "remove_extra_whitespaces must be false or empty, as white space"),
+        (
+            {"add_bos_token": True, "bos_token_id": 10**6},
+            "bos_token_id must be an integer from 0 to [0-9]+, found 1000000",
+        ),
+        (
+            {"add_space_prefix": True},
+            "add_space_prefix must be false for a byte-level vocabulary, found True",
+        ),
+        (
+            {"remove_extra_whitespaces": True},
+            "remove_extra_whitespaces must be false or empty, as white space",
+        ),
         ({"suppress_tokens": [1]}, r"suppress_tokens must be false or empty, as .*, found \[1\]"),
     ],
 )
-def test_what_would_be_tokenized_otherwise_is_refused_by_key(change: dict[str, Any], reason: str) -> None:
+def test_what_would_be_tokenized_otherwise_is_refused_by_key(
+    change: dict[str, Any], reason: str
+) -> None:
     _, metadata = byte_level([WORDS])
     metadata |= {f"{PREFIX}{key}": value for key, value in change.items()}
     if change == {"tokens": ["a", "b", "a"]}:
@@ -242,5 +323,9 @@ def test_what_would_be_tokenized_otherwise_is_refused_by_key(change: dict[str, A
 
 def test_a_sentencepiece_vocabulary_without_scores_is_refused() -> None:
     tokens = make_tokenizer().get_vocab()
-    with pytest.raises(CheckpointError, match=r"tokenizer\.ggml\.scores must be a list of float, one for each of"):
-        tokenizer_json({f"{PREFIX}model": "llama", f"{PREFIX}tokens": list(tokens), f"{PREFIX}bos_token_id": 0})
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer\.ggml\.scores must be a list of float, one for each of"
+    ):
+        tokenizer_json(
+            {f"{PREFIX}model": "llama", f"{PREFIX}tokens": list(tokens), f"{PREFIX}bos_token_id": 0}
+        )

@@ -38,7 +38,9 @@ def test_what_cannot_be_had_is_a_memory_error() -> None:
         HugePages().zeros(torch.Size([2**55]), torch.int8)
 
 
-def test_a_kernel_that_knows_no_huge_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_knows_no_huge_pages_gives_small_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Refusing(mmap.mmap):
         def madvise(self, *_: int) -> None:
             raise OSError(errno.EINVAL, "Invalid argument")

@@ -1,5 +1,5 @@
-"""The CPU kernels against float64 on ragged batches, and bit for bit against themselves in any company; at every width of vectors that this
-machine runs.
+"""The CPU kernels against float64 on ragged batches, and bit for bit against themselves in any
+company; at every width of vectors that this machine runs.
 """
 
 import os
@@ -27,7 +27,9 @@ CPU = torch.device("cpu")
 WIDTHS = [width for width in native.FEATURES if native.library(width) is not None]
 
 
-@pytest.fixture(params=WIDTHS or [pytest.param("", marks=pytest.mark.skip(reason="no kernels were compiled"))])
+@pytest.fixture(
+    params=WIDTHS or [pytest.param("", marks=pytest.mark.skip(reason="no kernels were compiled"))]
+)
 def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The kernels of one width, in place of this processor's widest."""
     chosen = native.library(request.param)
@@ -36,7 +38,9 @@ def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 class Case:
-    """Sequences of random lengths, each with some tokens to compute, over pages of random numbers in a random order."""
+    """Sequences of random lengths, each with some tokens to compute, over pages of random numbers
+    in a random order.
+    """
 
     def __init__(
         self,
@@ -56,11 +60,18 @@ class Case:
         self.allocator = PageAllocator(100)
         self.value_in_key = value_in_key
         self.keys = torch.randn(1, 100, page_size, key_dim)
-        self.values = self.keys[..., :value_dim] if value_in_key else torch.randn(1, 100, page_size, value_dim)
+        self.values = (
+            self.keys[..., :value_dim]
+            if value_in_key
+            else torch.randn(1, 100, page_size, value_dim)
+        )
         self.rows: list[Row] = []
         self.inputs: list[tuple[torch.Tensor, ...]] = []
         for id in range(self.rng.randint(1, 6)):
-            start, count = self.rng.choice([0, self.rng.randrange(most)]), self.rng.choice([1, 1, self.rng.randint(1, 40)])
+            start, count = (
+                self.rng.choice([0, self.rng.randrange(most)]),
+                self.rng.choice([1, 1, self.rng.randint(1, 40)]),
+            )
             table = PageTable(self.allocator, self.layout)
             self.allocator._free = self.rng.sample(self.allocator._free, len(self.allocator._free))
             table.grow(start + count, start + count)
@@ -72,7 +83,9 @@ class Case:
     def run(self, chosen: list[int], pool: KVPool | None = None) -> list[torch.Tensor]:
         """The outputs of these rows, computed together."""
         pool = pool or self.pool()
-        batch = build_batch(StepPlan(tuple(self.rows[i] for i in chosen)), self.layout, find_device("cpu").upload)
+        batch = build_batch(
+            StepPlan(tuple(self.rows[i] for i in chosen)), self.layout, find_device("cpu").upload
+        )
         q_THd, k_Td, v_Tv = (torch.cat([self.inputs[i][part] for i in chosen]) for part in range(3))
         backend = create_backend("native", pool, self.dims[0] ** -0.5, self.num_heads)
         o_THv = backend.run(backend.plan(batch), 0, q_THd, k_Td, v_Tv)
@@ -80,14 +93,20 @@ class Case:
 
     def pool(self, dtype: torch.dtype = torch.float32) -> KVPool:
         transposed = self.keys.transpose(2, 3).contiguous().view(self.keys.shape).to(dtype)
-        values = transposed[..., : self.dims[1]] if self.value_in_key else self.values.to(dtype, copy=True)
+        values = (
+            transposed[..., : self.dims[1]]
+            if self.value_in_key
+            else self.values.to(dtype, copy=True)
+        )
         return KVPool(self.layout, transposed, values, torch.float32)
 
     def exact(self, i: int) -> torch.Tensor:
         """softmax(q K^T * scale) V of row i in float64, by the formula."""
         row, (q_nHd, k_nd, v_nv) = self.rows[i], (x.double() for x in self.inputs[i])
         end, window = row.start + len(row.tokens), self.layout.groups[0].window or 10**9
-        k_Kd, v_Kv = (x[0, list(row.pages[0])].flatten(0, 1)[:end].double() for x in (self.keys, self.values))
+        k_Kd, v_Kv = (
+            x[0, list(row.pages[0])].flatten(0, 1)[:end].double() for x in (self.keys, self.values)
+        )
         k_Kd[row.start :], v_Kv[row.start :] = k_nd, v_nv
         age_nK = torch.arange(row.start, end)[:, None] - torch.arange(end)
         logits_nHK = torch.einsum("nhd,kd->nhk", q_nHd, k_Kd) * self.dims[0] ** -0.5
@@ -100,7 +119,9 @@ class Case:
         pool, outputs = self.pool(), []
         for first, last in ((0, at), (at, len(row.tokens))):
             if first < last:
-                self.rows[i] = Row(row.sequence, row.tokens[first:last], row.start + first, row.pages, None)
+                self.rows[i] = Row(
+                    row.sequence, row.tokens[first:last], row.start + first, row.pages, None
+                )
                 self.inputs[i] = tuple(x[first:last] for x in inputs)
                 outputs += self.run([i], pool)
         self.rows[i], self.inputs[i] = row, inputs
@@ -111,7 +132,14 @@ def cases(count: int) -> Iterator[Case]:
     for seed in range(count):
         rng = random.Random(seed)
         num_heads, page_size = rng.choice([1, 2, 7, 12, 16, 48]), rng.choice([16, 64, 128])
-        yield Case(seed, num_heads, rng.choice([32, 64, 80]), rng.choice([16, 64, 96]), page_size, rng.choice([None, None, 5, 70]))
+        yield Case(
+            seed,
+            num_heads,
+            rng.choice([32, 64, 80]),
+            rng.choice([16, 64, 96]),
+            page_size,
+            rng.choice([None, None, 5, 70]),
+        )
 
 
 def check_exact(case: Case, most: float = 2e-5) -> None:
@@ -138,30 +166,43 @@ LATENT = [(7, 288, 256, 64), (1, 48, 32, 16), (16, 576, 512, 64), (5, 80, 80, 12
 
 @pytest.mark.parametrize(("num_heads", "key_dim", "value_dim", "page_size"), LATENT)
 @torch.inference_mode()
-def test_values_that_are_the_beginning_of_the_key(width: str, num_heads: int, key_dim: int, value_dim: int, page_size: int) -> None:
+def test_values_that_are_the_beginning_of_the_key(
+    width: str, num_heads: int, key_dim: int, value_dim: int, page_size: int
+) -> None:
     for seed in range(3):
-        case = Case(seed, num_heads, key_dim, value_dim, page_size, None, most=100, value_in_key=True)
+        case = Case(
+            seed, num_heads, key_dim, value_dim, page_size, None, most=100, value_in_key=True
+        )
         check_exact(case)
         everyone = list(range(len(case.rows)))
         together = case.run(everyone)
         for i in everyone:
             assert torch.equal(case.run([i])[0], together[i])
-            assert torch.equal(case.cut(i, case.rng.randint(0, len(case.rows[i].tokens))), together[i])
+            assert torch.equal(
+                case.cut(i, case.rng.randint(0, len(case.rows[i].tokens))), together[i]
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @torch.inference_mode()
-def test_pages_of_16_bits_give_the_bits_of_the_same_numbers_in_float32(width: str, dtype: torch.dtype) -> None:
+def test_pages_of_16_bits_give_the_bits_of_the_same_numbers_in_float32(
+    width: str, dtype: torch.dtype
+) -> None:
     latent = (Case(seed, *LATENT[seed], None, most=100, value_in_key=True) for seed in range(2))
     for case in (*cases(10), *latent):
         everyone, half = list(range(len(case.rows))), case.pool(dtype)
         actual = case.run(everyone, half)
         case.keys, case.values = (x.to(dtype).float() for x in (case.keys, case.values))
-        case.inputs = [(q_nHd, k_nd.to(dtype).float(), v_nv.to(dtype).float()) for q_nHd, k_nd, v_nv in case.inputs]
+        case.inputs = [
+            (q_nHd, k_nd.to(dtype).float(), v_nv.to(dtype).float())
+            for q_nHd, k_nd, v_nv in case.inputs
+        ]
         whole = case.pool()
         for rounded, expected in zip(actual, case.run(everyone, whole), strict=True):
             assert torch.equal(rounded, expected)
-        assert torch.equal(half.keys_LPSd.float(), whole.keys_LPSd) and torch.equal(half.values_LPSv.float(), whole.values_LPSv)
+        assert torch.equal(half.keys_LPSd.float(), whole.keys_LPSd) and torch.equal(
+            half.values_LPSv.float(), whole.values_LPSv
+        )
 
 
 KEY_DIMS = range(32, 577, 16)
@@ -171,7 +212,9 @@ KEY_DIMS = range(32, 577, 16)
 @pytest.mark.parametrize("num_heads", range(1, 72))
 @torch.inference_mode()
 def test_every_number_of_heads_and_width_of_keys_at_length(width: str, num_heads: int) -> None:
-    """Every number of heads, each with some of the widths; every width, with some of the numbers. Half of them with latents."""
+    """Every number of heads, each with some of the widths; every width, with some of the numbers.
+    Half of them with latents.
+    """
     rng = random.Random(num_heads)
     widths = {KEY_DIMS[num_heads % len(KEY_DIMS)], *rng.sample(KEY_DIMS, 3)}
     for number, key_dim in enumerate(sorted(widths)):
@@ -179,7 +222,18 @@ def test_every_number_of_heads_and_width_of_keys_at_length(width: str, num_heads
         value_dim = rng.randrange(16, key_dim + 1, 16) if latent else rng.choice(KEY_DIMS)
         window = rng.choice([None, None, 5, 70])
         seed = 1000 * num_heads + key_dim
-        check_exact(Case(seed, num_heads, key_dim, value_dim, rng.choice([16, 64, 128]), window, most=100, value_in_key=latent))
+        check_exact(
+            Case(
+                seed,
+                num_heads,
+                key_dim,
+                value_dim,
+                rng.choice([16, 64, 128]),
+                window,
+                most=100,
+                value_in_key=latent,
+            )
+        )
 
 
 @pytest.mark.slow
@@ -187,14 +241,30 @@ def test_it_installs_without_a_compiler(tmp_path: Path) -> None:
     for name in ("commands", "server", "model", "cache", "pyproject.toml", "README.md", "LICENSE"):
         source = ROOT / name
         if source.is_dir():
-            shutil.copytree(source, tmp_path / "source" / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+            shutil.copytree(
+                source,
+                tmp_path / "source" / name,
+                ignore=shutil.ignore_patterns("*.so", "__pycache__"),
+            )
         else:
             shutil.copy(source, tmp_path / "source" / name)
     installed = str(tmp_path / "installed")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", installed, str(tmp_path / "source")]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        installed,
+        str(tmp_path / "source"),
+    ]
     subprocess.run(pip, check=True, env=os.environ | {"CC": "false", "CXX": "false"})
     program = "from model.devices.cpu import native; print(native.__file__, native.library())"
-    found = subprocess.run([sys.executable, "-c", program], cwd=installed, check=True, capture_output=True, text=True).stdout
+    found = subprocess.run(
+        [sys.executable, "-c", program], cwd=installed, check=True, capture_output=True, text=True
+    ).stdout
     assert found == f"{installed}/model/devices/cpu/native/__init__.py None\n"
 
 
@@ -206,7 +276,9 @@ def test_the_same_bits_alone_in_company_in_pieces_and_on_any_number_of_threads(w
         together = case.run(everyone)
         for i in everyone:
             assert torch.equal(case.run([i])[0], together[i])
-            assert torch.equal(case.cut(i, case.rng.randint(0, len(case.rows[i].tokens))), together[i])
+            assert torch.equal(
+                case.cut(i, case.rng.randint(0, len(case.rows[i].tokens))), together[i]
+            )
         shuffled = case.rng.sample(everyone, len(everyone))
         try:
             torch.set_num_threads(1)

@@ -1,4 +1,5 @@
-"""The kernels' threads: in a forked process, where the system allows no more of them, and when fewer of them are wanted than there are.
+"""The kernels' threads: in a forked process, where the system allows no more of them, and when
+fewer of them are wanted than there are.
 
 Each in a process of its own, whose threads are known. The bits of results are those of one thread.
 """
@@ -64,10 +65,14 @@ first, end = ticks(), time.monotonic() + 1
 while time.monotonic() < end:
     assert computes(2)
 assert sum(now - then > 5 for now, then in zip(ticks(), first)) <= 1, (first, ticks())
-"""
+"""  # noqa: E501
 
 
-@pytest.mark.parametrize("script", [FORKED, NO_MORE_THREADS, FEWER_THREADS], ids=["forked", "no more threads", "fewer threads"])
+@pytest.mark.parametrize(
+    "script",
+    [FORKED, NO_MORE_THREADS, FEWER_THREADS],
+    ids=["forked", "no more threads", "fewer threads"],
+)
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 def test_threads(script: str) -> None:
     subprocess.run([sys.executable, "-c", BEGINNING + script], cwd=ROOT, check=True, timeout=100)

@@ -1,4 +1,6 @@
-"""A GPU's life where there is none: torch.cuda is replaced at its boundary. Refusals, words for people, and errors that end an engine."""
+"""A GPU's life where there is none: torch.cuda is replaced at its boundary. Refusals, words for
+people, and errors that end an engine.
+"""
 
 import logging
 from functools import partial
@@ -26,13 +28,20 @@ from tests.support.recording_stream import RecordingStream
 
 GIB = 2**30
 ECC = "CUDA error: uncorrectable ECC error encountered\nCompile with `TORCH_USE_CUDA_DSA`"
-DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\nGCC version:  gcc version 12.2.0\n"
+DRIVER = (
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\nGCC "
+    "version:  gcc version 12.2.0\n"
+)
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """A machine with NVIDIA's driver and a build of torch for CUDA, which finds `fake.count` cards."""
-    fake = SimpleNamespace(count=0, error="No CUDA GPUs are available", memory=(GIB, 80 * GIB), reserved=20 * GIB)
+    """A machine with NVIDIA's driver and a build of torch for CUDA, which finds `fake.count`
+    cards.
+    """
+    fake = SimpleNamespace(
+        count=0, error="No CUDA GPUs are available", memory=(GIB, 80 * GIB), reserved=20 * GIB
+    )
 
     def init() -> None:
         if not fake.count:
@@ -60,7 +69,11 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     [
         ("", "CUDA_VISIBLE_DEVICES is '', which hides every GPU; leave it out, or name a card"),
         ("-1", "CUDA_VISIBLE_DEVICES is '-1', which hides every GPU"),
-        ("7", r"CUDA_VISIBLE_DEVICES is '7', and no such card is there \(No CUDA GPUs are available\); `nvidia-smi -L` lists"),
+        (
+            "7",
+            r"CUDA_VISIBLE_DEVICES is '7', and no such card is there \(No CUDA GPUs are "
+            r"available\); `nvidia-smi -L` lists",
+        ),
         (None, "no GPU can be used: No CUDA GPUs are available; for the CPU, --engine.device cpu"),
     ],
 )
@@ -72,7 +85,9 @@ def test_a_gpu_that_cannot_be_seen_is_refused_with_the_reason(
     with pytest.raises(OptionError, match=words):
         find_device("cuda")
     if visible == "7":  # A mistake, which a slow server would hide.
-        with pytest.raises(OptionError, match=f"engine.device is auto, and no GPU can be used: {words}"):
+        with pytest.raises(
+            OptionError, match=f"engine.device is auto, and no GPU can be used: {words}"
+        ):
             find_device("auto")
     else:
         assert find_device("auto").name == "cpu"
@@ -80,13 +95,20 @@ def test_a_gpu_that_cannot_be_seen_is_refused_with_the_reason(
     assert find_device("auto").name == find_device("cuda").name == "cuda"
 
 
-def test_the_reason_is_that_of_the_build_or_of_the_driver(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_is_that_of_the_build_or_of_the_driver(
+    fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(card.VISIBLE, "0")
     monkeypatch.setattr(card, "DRIVER", Path("/nowhere"))
     fake.error = "Found no NVIDIA driver on your system.\nPlease check"
-    with pytest.raises(OptionError, match=r"no GPU can be used: Found no NVIDIA driver on your system\.; for the CPU"):
+    with pytest.raises(
+        OptionError,
+        match=r"no GPU can be used: Found no NVIDIA driver on your system\.; for the CPU",
+    ):
         find_device("cuda")
-    assert find_device("auto").name == "cpu", "a machine without a driver has no card that was meant"
+    assert find_device("auto").name == "cpu", (
+        "a machine without a driver has no card that was meant"
+    )
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(OptionError, match="is built for CPUs; install its build for CUDA"):
         find_device("cuda")
@@ -95,24 +117,41 @@ def test_the_reason_is_that_of_the_build_or_of_the_driver(fake: Any, monkeypatch
 @pytest.mark.usefixtures("fake")
 def test_a_card_by_name_and_whose_its_memory_is(monkeypatch: pytest.MonkeyPatch) -> None:
     device = GpuDevice()
-    assert device.description() == "NVIDIA H100 80GB HBM3 (compute capability 9.0, driver 580.95.05, CUDA 13.0)"
+    assert (
+        device.description()
+        == "NVIDIA H100 80GB HBM3 (compute capability 9.0, driver 580.95.05, CUDA 13.0)"
+    )
     assert device.memory_in_words() == (
-        "of the GPU's memory 1.00 GiB of 80.00 GiB are free; this process has taken 20.00 GiB, other processes and CUDA itself 59.00 GiB"
+        "of the GPU's memory 1.00 GiB of 80.00 GiB are free; this process has taken 20.00 GiB, "
+        "other processes and CUDA itself 59.00 GiB"
     )
     monkeypatch.setattr(card, "DRIVER", Path("/nowhere"))
     assert device.description() == "NVIDIA H100 80GB HBM3 (compute capability 9.0, CUDA 13.0)"
 
 
-def test_a_cache_that_does_not_fit_says_who_has_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_does_not_fit_says_who_has_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_checkpoint(SHAPES[1], tmp_path)
     decoder = load_decoder(tmp_path, read_spec(tmp_path), torch.float32, CPU)
     device = find_device("cpu")
     monkeypatch.setattr(device, "memory_in_words", lambda: "another process has it")
     options = EngineOptions("cpu", "float32", 1, PAGE, None, 1.0, MAX_CONTEXT, 4, 64)
-    with pytest.raises(MemoryError, match=r"cache\.memory allows 0 pages; .* bytes; another process has it"):
-        ModelRunner.over(decoder, device, EngineOptions("cpu", "float32", 1, PAGE, None, 1000.0, MAX_CONTEXT, 4, 64))
-    monkeypatch.setattr("model.runner.runner._backend", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory")))
-    with pytest.raises(MemoryError, match=r"cannot be had; another process has it; lower cache\.pages"):
+    with pytest.raises(
+        MemoryError, match=r"cache\.memory allows 0 pages; .* bytes; another process has it"
+    ):
+        ModelRunner.over(
+            decoder,
+            device,
+            EngineOptions("cpu", "float32", 1, PAGE, None, 1000.0, MAX_CONTEXT, 4, 64),
+        )
+    monkeypatch.setattr(
+        "model.runner.runner._backend",
+        lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory")),
+    )
+    with pytest.raises(
+        MemoryError, match=r"cannot be had; another process has it; lower cache\.pages"
+    ):
         ModelRunner.over(decoder, device, options)
 
 
@@ -131,14 +170,27 @@ class Broken:
         return True
 
 
-def test_a_broken_card_is_told_whatever_error_a_library_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_card_is_told_whatever_error_a_library_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     device, broken = GpuDevice(), Broken(ECC)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: broken)
-    expected = "the GPU can compute no more in this process (CUDA error: uncorrectable ECC error encountered); lines with Xid"
-    for error in (torch.AcceleratorError(ECC), RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED"), ValueError("no tokens")):
+    expected = (
+        "the GPU can compute no more in this process (CUDA error: uncorrectable ECC error "
+        "encountered); lines with Xid"
+    )
+    for error in (
+        torch.AcceleratorError(ECC),
+        RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED"),
+        ValueError("no tokens"),
+    ):
         assert device.failure(error).startswith(expected)
     broken.error = ""
-    assert device.failure(ValueError("no tokens")) == device.failure(RuntimeError("a kernel of ours")) == ""
+    assert (
+        device.failure(ValueError("no tokens"))
+        == device.failure(RuntimeError("a kernel of ours"))
+        == ""
+    )
     assert device.failure(torch.AcceleratorError(ECC)).startswith(expected)
 
 
@@ -146,14 +198,22 @@ def raising(error: Exception) -> None:
     raise error
 
 
-def test_lack_of_memory_on_a_broken_card_fails_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that cannot allocate says so, and in halves of halves every request would fail. The card's own error ends the engine."""
+def test_lack_of_memory_on_a_broken_card_fails_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library that cannot allocate says so, and in halves of halves every request would fail. The
+    card's own error ends the engine.
+    """
     runner: Any = make_core(make_checkpoint(SHAPES[1], tmp_path)).runner
-    monkeypatch.setattr(runner, "_launch", lambda plan: raising(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")))
+    monkeypatch.setattr(
+        runner, "_launch", lambda plan: raising(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"))
+    )
     plan = StepPlan((Row(0, [5], 0, [], Sample(Sampling(), (), ())),))
     with pytest.raises(MemoryError):
         runner.launch(plan)
-    monkeypatch.setattr(runner.device, "raise_if_broken", lambda: raising(torch.AcceleratorError(ECC)))
+    monkeypatch.setattr(
+        runner.device, "raise_if_broken", lambda: raising(torch.AcceleratorError(ECC))
+    )
     with pytest.raises(torch.AcceleratorError):
         runner.launch(plan)
 
@@ -172,8 +232,16 @@ class Refusing(RecordingStream):
         return super().capture(work)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("operation not permitted when stream is capturing"), ValueError("not to be captured")])
-def test_steps_that_cannot_be_captured_are_served(tmp_path: Path, error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("operation not permitted when stream is capturing"),
+        ValueError("not to be captured"),
+    ],
+)
+def test_steps_that_cannot_be_captured_are_served(
+    tmp_path: Path, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
     """The largest ones are captured first: here steps of 64 and 48 rows."""
     make_checkpoint(SHAPES[1], tmp_path)
     decoder = load_decoder(tmp_path, read_spec(tmp_path), torch.float32, CPU)
@@ -182,7 +250,15 @@ def test_steps_that_cannot_be_captured_are_served(tmp_path: Path, error: Excepti
         pool = make_pool(decoder, 61, PAGE)
         backend = ListedReference(pool, decoder.spec.attention_scale, decoder.spec.num_query_heads)
         caplog.clear()
-        runner = Launched(decoder, pool, backend, find_device("cpu"), stream := Refusing(error, num_refused), 64, 64)
+        runner = Launched(
+            decoder,
+            pool,
+            backend,
+            find_device("cpu"),
+            stream := Refusing(error, num_refused),
+            64,
+            64,
+        )
         with caplog.at_level(logging.WARNING, "onehead.engine"):
             assert runner.capture(PAGE) == runner.num_graphs == num_graphs
         core = make_core_of(runner)
@@ -192,7 +268,10 @@ def test_steps_that_cannot_be_captured_are_served(tmp_path: Path, error: Excepti
         warnings = [record.getMessage() for record in caplog.records]
         missing = min(num_refused, 9)
         assert (
-            not missing or warnings[-1] == f"{missing} CUDA graphs are missing; such steps are launched kernel by kernel, which is slower"
+            not missing
+            or warnings[-1]
+            == f"{missing} CUDA graphs are missing; such steps are launched kernel by kernel, "
+            "which is slower"
         )
         assert len(warnings) == (2 if missing else 0) and (not missing or str(error) in caplog.text)
     assert outputs[0] == outputs[1] == outputs[2]
@@ -205,24 +284,44 @@ def make_core_of(runner: ModelRunner) -> Any:
     return EngineCore(Scheduler(Limits(60, runner.pool.layout, MAX_CONTEXT, 8, 64)), runner)
 
 
-def test_a_device_that_breaks_in_a_capture_ends_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_breaks_in_a_capture_ends_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_checkpoint(SHAPES[1], tmp_path)
     decoder = load_decoder(tmp_path, read_spec(tmp_path), torch.float32, CPU)
     pool = make_pool(decoder, 61, PAGE)
     backend = ListedReference(pool, decoder.spec.attention_scale, decoder.spec.num_query_heads)
     device = find_device("cpu")
     monkeypatch.setattr(device, "raise_if_broken", partial(raising, torch.AcceleratorError(ECC)))
-    runner = Launched(decoder, pool, backend, device, Refusing(RuntimeError("CUDA error: unknown error"), 1), 64, 64)
+    runner = Launched(
+        decoder,
+        pool,
+        backend,
+        device,
+        Refusing(RuntimeError("CUDA error: unknown error"), 1),
+        64,
+        64,
+    )
     with pytest.raises(torch.AcceleratorError, match="ECC"):
         runner.capture(PAGE)
 
 
-def test_memory_that_is_short_in_a_capture_leaves_the_graphs_there_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_that_is_short_in_a_capture_leaves_the_graphs_there_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     make_checkpoint(SHAPES[1], tmp_path)
     decoder = load_decoder(tmp_path, read_spec(tmp_path), torch.float32, CPU)
     pool = make_pool(decoder, 61, PAGE)
     backend = ListedReference(pool, decoder.spec.attention_scale, decoder.spec.num_query_heads)
-    runner = Launched(decoder, pool, backend, find_device("cpu"), Refusing(torch.OutOfMemoryError("CUDA out of memory"), 1), 64, 64)
+    runner = Launched(
+        decoder,
+        pool,
+        backend,
+        find_device("cpu"),
+        Refusing(torch.OutOfMemoryError("CUDA out of memory"), 1),
+        64,
+        64,
+    )
     with caplog.at_level(logging.WARNING, "onehead.engine"):
         assert runner.capture(PAGE) == 0
     assert "memory is short: 0 CUDA graphs" in caplog.text

@@ -15,7 +15,10 @@ USER = {"role": "user", "content": "hi"}
 
 
 def call(arguments: Any, **fields: Any) -> dict[str, Any]:
-    return {"role": "assistant", "tool_calls": [{"function": {"name": "get", "arguments": arguments}, **fields}]}
+    return {
+        "role": "assistant",
+        "tool_calls": [{"function": {"name": "get", "arguments": arguments}, **fields}],
+    }
 
 
 def body(*messages: dict[str, Any], **fields: Any) -> ChatBody:
@@ -24,7 +27,11 @@ def body(*messages: dict[str, Any], **fields: Any) -> ChatBody:
 
 def test_a_result_has_the_name_of_its_function_and_no_other_message_has() -> None:
     answered = {"role": "tool", "content": "1", "tool_call_id": "a"}
-    given = plain_messages(body(USER, call("{}"), call("", id="a"), answered, answered | {"name": "own"}, USER).messages)
+    given = plain_messages(
+        body(
+            USER, call("{}"), call("", id="a"), answered, answered | {"name": "own"}, USER
+        ).messages
+    )
     assert [message.get("name") for message in given] == [None, None, None, "get", "own", None]
     assert given[2]["tool_calls"][0]["function"]["arguments"] == {}
 
@@ -36,7 +43,9 @@ def test_arguments_are_the_text_of_an_object(arguments: str) -> None:
 
 
 def test_the_last_of_a_key_counts_in_what_a_model_has_written() -> None:
-    (_, given) = body(USER, call('{"a": {"": 1, "": 2}, "a": {"": 3, "": 4}}')).chat_input().messages
+    (_, given) = (
+        body(USER, call('{"a": {"": 1, "": 2}, "a": {"": 3, "": 4}}')).chat_input().messages
+    )
     assert given["tool_calls"][0]["function"]["arguments"] == {"a": {"": 4}}
 
 
@@ -50,31 +59,60 @@ def test_an_object_is_the_same_as_its_text() -> None:
     value = {"city": "Z\u00fcrich \u2603", "deep": {"a": [1, None, 1.5, True]}}
     texts = [call(value), call(json.dumps(value)), call(json.dumps(value, ensure_ascii=False))]
     given = [body(USER, message).chat_input().messages[1] for message in texts]
-    assert given[0] == given[1] == given[2] and given[0]["tool_calls"][0]["function"]["arguments"] == value
+    assert (
+        given[0] == given[1] == given[2]
+        and given[0]["tool_calls"][0]["function"]["arguments"] == value
+    )
     without = body(USER, {"role": "assistant", "tool_calls": [{"function": {"name": "get"}}]})
-    assert without.chat_input() == body(USER, call({})).chat_input() == body(USER, call("")).chat_input()
+    assert (
+        without.chat_input()
+        == body(USER, call({})).chat_input()
+        == body(USER, call("")).chat_input()
+    )
 
 
 def test_no_calls_are_the_same_as_none() -> None:
     said = {"role": "assistant", "content": "x"}
-    nones: list[dict[str, Any]] = [{"tool_calls": []}, {"tool_calls": None}, {"tool_calls": [], "refusal": None, "function_call": None}]
+    nones: list[dict[str, Any]] = [
+        {"tool_calls": []},
+        {"tool_calls": None},
+        {"tool_calls": [], "refusal": None, "function_call": None},
+    ]
     for none in nones:
         checked = check({"messages": [USER | none, said | none]}, ChatBody)[0]
         assert checked.chat_input() == body(USER, said).chat_input()
-    checked = check({"messages": [USER | {"reasoning_content": "", "tool_call_id": ""}]}, ChatBody)[0]
+    checked = check({"messages": [USER | {"reasoning_content": "", "tool_call_id": ""}]}, ChatBody)[
+        0
+    ]
     assert checked.messages[0].content == body(USER).messages[0].content
 
 
-# What clients send of messages and tools beside what a template is given: all of it is left out of the template.
+# What clients send of messages and tools beside what a template is given: all of it is left out of
+# the template.
 DECORATED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (USER | {"cache_control": {"type": "ephemeral"}}, USER),
-    ({"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]}, USER),
+    (
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}],
+        },
+        USER,
+    ),
     (USER | {"id": "msg_1", "createdAt": 1, "metadata": {"a": 1}, "parts": []}, USER),
     (
-        {"role": "assistant", "content": "x", "refusal": None, "annotations": [{"type": "url_citation"}], "audio": None},
+        {
+            "role": "assistant",
+            "content": "x",
+            "refusal": None,
+            "annotations": [{"type": "url_citation"}],
+            "audio": None,
+        },
         {"role": "assistant", "content": "x"},
     ),
-    ({"role": "assistant", "content": "x", "parsed": {"a": 1}, "provider_specific_fields": {}}, {"role": "assistant", "content": "x"}),
+    (
+        {"role": "assistant", "content": "x", "parsed": {"a": 1}, "provider_specific_fields": {}},
+        {"role": "assistant", "content": "x"},
+    ),
     (call({}, index=0, type="function", cache_control={}, provider="x"), call({}, type="function")),
     (call({}, type=None), call({})),
 ]
@@ -82,7 +120,10 @@ DECORATED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("sent", "given"), DECORATED, ids=lambda x: str(x)[:50])
 def test_the_template_is_given_what_it_knows(sent: dict[str, Any], given: dict[str, Any]) -> None:
-    assert check({"messages": [USER, sent]}, ChatBody)[0].chat_input() == check({"messages": [USER, given]}, ChatBody)[0].chat_input()
+    assert (
+        check({"messages": [USER, sent]}, ChatBody)[0].chat_input()
+        == check({"messages": [USER, given]}, ChatBody)[0].chat_input()
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,13 +132,24 @@ def test_the_template_is_given_what_it_knows(sent: dict[str, Any], given: dict[s
         {"strict": True},
         {"cache_control": {"type": "ephemeral"}},
         {"type": None},
-        {"function": {"name": "get", "strict": True, "return": {"type": "string"}, "cache_control": {}, "examples": [1]}},
+        {
+            "function": {
+                "name": "get",
+                "strict": True,
+                "return": {"type": "string"},
+                "cache_control": {},
+                "examples": [1],
+            }
+        },
     ],
     ids=str,
 )
 def test_a_tool_has_further_keys(extra: dict[str, Any]) -> None:
     tool: dict[str, Any] = {"type": "function", "function": {"name": "get"}}
-    assert check({"messages": [USER], "tools": [tool | extra]}, ChatBody)[0].chat_input() == body(USER, tools=[tool]).chat_input()
+    assert (
+        check({"messages": [USER], "tools": [tool | extra]}, ChatBody)[0].chat_input()
+        == body(USER, tools=[tool]).chat_input()
+    )
 
 
 NAMED = {"type": "function", "function": {"name": "get"}}
@@ -118,14 +170,22 @@ NAMED = {"type": "function", "function": {"name": "get"}}
     ids=str,
 )
 def test_a_choice_of_a_tool_is_spelt_in_other_ways(choice: Any, same: Any) -> None:
-    both = [check({"messages": [USER], "tools": [NAMED], "tool_choice": given}, ChatBody)[0] for given in (choice, same)]
+    both = [
+        check({"messages": [USER], "tools": [NAMED], "tool_choice": given}, ChatBody)[0]
+        for given in (choice, same)
+    ]
     assert both[0].tool_choice == both[1].tool_choice and both[0].calls == both[1].calls
 
 
 # (variables of the template, fields, the variables that are given, what is told)
 VARIABLES: list[tuple[set[str], dict[str, Any], dict[str, Any], list[str]]] = [
     ({"reasoning_effort"}, {"reasoning_effort": "low"}, {"reasoning_effort": "low"}, []),
-    ({"reasoning_effort", "enable_thinking"}, {"reasoning_effort": "none"}, {"reasoning_effort": "none"}, []),
+    (
+        {"reasoning_effort", "enable_thinking"},
+        {"reasoning_effort": "none"},
+        {"reasoning_effort": "none"},
+        [],
+    ),
     ({"enable_thinking"}, {"reasoning_effort": "none"}, {"enable_thinking": False}, []),
     ({"enable_thinking"}, {"reasoning_effort": "minimal"}, {"enable_thinking": False}, []),
     ({"enable_thinking"}, {"reasoning_effort": "xhigh"}, {"enable_thinking": True}, []),
@@ -138,13 +198,25 @@ VARIABLES: list[tuple[set[str], dict[str, Any], dict[str, Any], list[str]]] = [
     ),
     (set(), {"reasoning_effort": "high"}, {}, ["reasoning_effort"]),
     (set(), {"reasoning_effort": {"effort": "high"}}, {}, ["reasoning_effort"]),
-    ({"mood"}, {"chat_template_kwargs": {"mood": "calm", "b c": 1}}, {"mood": "calm"}, ["chat_template_kwargs.b%20c"]),
-    (set(), {"chat_template_kwargs": {"enable_thinking": False}}, {}, ["chat_template_kwargs.enable_thinking"]),
+    (
+        {"mood"},
+        {"chat_template_kwargs": {"mood": "calm", "b c": 1}},
+        {"mood": "calm"},
+        ["chat_template_kwargs.b%20c"],
+    ),
+    (
+        set(),
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {},
+        ["chat_template_kwargs.enable_thinking"],
+    ),
     ({"mood"}, {}, {}, []),
 ]
 
 
-@pytest.mark.parametrize(("variables", "given", "used", "told"), VARIABLES, ids=map(str, range(len(VARIABLES))))
+@pytest.mark.parametrize(
+    ("variables", "given", "used", "told"), VARIABLES, ids=map(str, range(len(VARIABLES)))
+)
 def test_the_template_gets_the_variables_that_it_reads(
     variables: set[str], given: dict[str, Any], used: dict[str, Any], told: list[str]
 ) -> None:
@@ -160,7 +232,10 @@ def test_all_arguments_together_are_bounded() -> None:
 
 
 def test_integers_of_more_than_64_bits_are_refused() -> None:
-    tool = {"type": "function", "function": {"name": "get", "parameters": {"type": "object", "maximum": 10**30}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "get", "parameters": {"type": "object", "maximum": 10**30}},
+    }
     for refused in (
         body(USER, tools=[tool]),
         body(USER, call(json.dumps({"a": -(10**30)}))),
@@ -175,8 +250,14 @@ def test_integers_of_more_than_64_bits_are_refused() -> None:
     [
         ("bogus", "`tool_choice` is supported only as 'none', 'auto' or 'required'"),
         (5, "`tool_choice` is supported only as 'none', 'auto' or 'required'"),
-        ({"type": "functionx", "function": {"name": "a"}}, "`tool_choice.type` is supported only as 'function'"),
-        ({"type": "function", "function": {"name": "a b"}}, "`tool_choice.function.name` must match"),
+        (
+            {"type": "functionx", "function": {"name": "a"}},
+            "`tool_choice.type` is supported only as 'function'",
+        ),
+        (
+            {"type": "function", "function": {"name": "a b"}},
+            "`tool_choice.function.name` must match",
+        ),
     ],
 )
 def test_errors_name_the_field(choice: Any, message: str) -> None:

@@ -1,4 +1,6 @@
-"""/completion, /infill, /tokenize, /detokenize and /props as llama.cpp's clients use them: what is served, accepted and refused."""
+"""/completion, /infill, /tokenize, /detokenize and /props as llama.cpp's clients use them: what is
+served, accepted and refused.
+"""
 
 import asyncio
 import json
@@ -63,7 +65,17 @@ DEFAULTS: dict[str, Any] = {
     "slot_id": -1,
     "cache_prompt": True,
     "return_tokens": False,
-    "samplers": ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
+    "samplers": [
+        "penalties",
+        "dry",
+        "top_n_sigma",
+        "top_k",
+        "typ_p",
+        "top_p",
+        "min_p",
+        "xtc",
+        "temperature",
+    ],
     "timings_per_token": False,
     "return_progress": False,
     "post_sampling_probs": False,
@@ -92,13 +104,21 @@ ROUTES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 async def door(tmp_path: Path) -> AsyncIterator[Door]:
-    make_tokenizer(("<fim_prefix>", "<fim_suffix>", "<fim_middle>"), 261).save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE + "{{ mood }}{{ tools | tojson if tools else '' }}")
-    engine = FakeEngine(msgspec.structs.replace(READY, vocab_size=261, max_context=512, capacity=512))
+    make_tokenizer(("<fim_prefix>", "<fim_suffix>", "<fim_middle>"), 261).save(
+        str(tmp_path / "tokenizer.json")
+    )
+    (tmp_path / "chat_template.jinja").write_text(
+        CHAT_TEMPLATE + "{{ mood }}{{ tools | tojson if tools else '' }}"
+    )
+    engine = FakeEngine(
+        msgspec.structs.replace(READY, vocab_size=261, max_context=512, capacity=512)
+    )
     served = serve(tmp_path, engine, ServerSection(max_waiting=0))
     while not served.client.admission.accepting:
         await asyncio.sleep(0)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(served.app), base_url="http://test") as http:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(served.app), base_url="http://test"
+    ) as http:
         yield engine, http
 
 
@@ -116,15 +136,21 @@ async def test_fields_at_their_defaults_change_nothing(door: Door, path: str) ->
     for given in [{}, DEFAULTS, *({name: value} for name, value in DEFAULTS.items())]:
         await post(http, path, ROUTES[path] | given | few)
     first, *others = engine.submits
-    assert all(other.sampling == first.sampling and other.prompt == first.prompt for other in others)
+    assert all(
+        other.sampling == first.sampling and other.prompt == first.prompt for other in others
+    )
     assert {other.max_new_tokens for other in others} == {4}
 
 
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("name", UNSERVED)
-async def test_what_would_change_the_answer_is_refused_by_name(door: Door, path: str, name: str) -> None:
+async def test_what_would_change_the_answer_is_refused_by_name(
+    door: Door, path: str, name: str
+) -> None:
     response = await door[1].post(path, json=ROUTES[path] | {name: UNSERVED[name]})
-    assert response.status_code == 400 and f"`{name}" in response.json()["error"]["message"], response.text
+    assert response.status_code == 400 and f"`{name}" in response.json()["error"]["message"], (
+        response.text
+    )
     assert door[0].submits == []
 
 
@@ -146,25 +172,46 @@ async def test_what_would_change_the_answer_is_refused_by_name(door: Door, path:
 async def test_logit_bias(door: Door, given: Any, expected: dict[int, float]) -> None:
     engine, http = door
     ids = (await post(http, "/tokenize", {"content": "ab"}))["tokens"]
-    expected = {ids[token - 66] if token in (66, 67) and len(ids) == 2 else token: bias for token, bias in expected.items()}
+    expected = {
+        ids[token - 66] if token in (66, 67) and len(ids) == 2 else token: bias
+        for token, bias in expected.items()
+    }
     await post(http, "/completion", {"prompt": "def f", "n_predict": 2, "logit_bias": given})
     assert engine.submits[0].sampling.logit_bias == expected
 
 
-@pytest.mark.parametrize("given", [[5], [[5]], [[5, 1, 2]], [[5, "x"]], [[5, None]], "x", 5, [[[5], 1]], [[5.5, 1]], {"5": []}], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [[5], [[5]], [[5, 1, 2]], [[5, "x"]], [[5, None]], "x", 5, [[[5], 1]], [[5.5, 1]], {"5": []}],
+    ids=str,
+)
 async def test_what_is_no_bias_is_refused(door: Door, given: Any) -> None:
-    response = await door[1].post("/completion", json={"prompt": "a", "n_predict": 2, "logit_bias": given})
-    assert response.status_code == 400 and "`logit_bias" in response.json()["error"]["message"], response.text
+    response = await door[1].post(
+        "/completion", json={"prompt": "a", "n_predict": 2, "logit_bias": given}
+    )
+    assert response.status_code == 400 and "`logit_bias" in response.json()["error"]["message"], (
+        response.text
+    )
 
 
 async def test_a_token_beyond_the_vocabulary_is_refused(door: Door) -> None:
     for bias in ([[9999, 1]], {"99999999999999999999999": 1}):
-        response = await door[1].post("/completion", json={"prompt": "a", "n_predict": 2, "logit_bias": bias})
-        assert response.status_code == 400 and "not below the vocabulary" in response.json()["error"]["message"]
+        response = await door[1].post(
+            "/completion", json={"prompt": "a", "n_predict": 2, "logit_bias": bias}
+        )
+        assert (
+            response.status_code == 400
+            and "not below the vocabulary" in response.json()["error"]["message"]
+        )
 
 
 @pytest.mark.parametrize(
-    "names", [("n_predict", "max_tokens"), ("n_predict", "max_completion_tokens"), ("max_tokens", "max_completion_tokens")]
+    "names",
+    [
+        ("n_predict", "max_tokens"),
+        ("n_predict", "max_completion_tokens"),
+        ("max_tokens", "max_completion_tokens"),
+    ],
 )
 async def test_other_names_of_the_limit(door: Door, names: tuple[str, str]) -> None:
     """Both may be given where they agree; what is refused names those that were sent."""
@@ -173,7 +220,10 @@ async def test_other_names_of_the_limit(door: Door, names: tuple[str, str]) -> N
         await post(http, "/completion", {"prompt": "a"} | body)
     assert [submit.max_new_tokens for submit in engine.submits] == [3, 3, 3]
     response = await http.post("/completion", json={"prompt": "a", names[0]: 3, names[1]: 4})
-    assert response.json()["error"]["message"] == f"`{names[0]}` and `{names[1]}` differ; give one of them"
+    assert (
+        response.json()["error"]["message"]
+        == f"`{names[0]}` and `{names[1]}` differ; give one of them"
+    )
     response = await http.post("/completion", json={"prompt": "a", names[1]: "x"})
     assert response.json()["error"]["message"] == f"`{names[1]}` must be of type integer"
 
@@ -183,7 +233,11 @@ async def test_one_stop_string_needs_no_list(door: Door) -> None:
     whole = await post(http, "/completion", {"prompt": "a", "n_predict": 12, "seed": 1})
     stop = whole["content"][3]
     cut = await post(http, "/completion", {"prompt": "a", "n_predict": 12, "seed": 1, "stop": stop})
-    assert (cut["stop_type"], cut["stopping_word"], cut["content"]) == ("word", stop, whole["content"].partition(stop)[0])
+    assert (cut["stop_type"], cut["stopping_word"], cut["content"]) == (
+        "word",
+        stop,
+        whole["content"].partition(stop)[0],
+    )
 
 
 async def test_log_probabilities_in_llama_cpps_form(door: Door) -> None:
@@ -193,15 +247,23 @@ async def test_log_probabilities_in_llama_cpps_form(door: Door) -> None:
     assert plain["tokens"] == [] and "completion_probabilities" not in plain
     whole = await post(http, "/completion", body | {"n_probs": 2, "return_tokens": True})
     found = whole["completion_probabilities"]
-    assert [token["id"] for token in found] == whole["tokens"] and len(found) == whole["tokens_predicted"] == 3
+    assert [token["id"] for token in found] == whole["tokens"] and len(found) == whole[
+        "tokens_predicted"
+    ] == 3
     assert "".join(token["token"] for token in found) == whole["content"] == plain["content"]
     for token in found:
         assert set(token) == {"id", "token", "bytes", "logprob", "top_logprobs"}
         assert bytes(token["bytes"]).decode() == token["token"] and token["logprob"] <= 0
         assert all(set(top) == {"id", "token", "bytes", "logprob"} for top in token["top_logprobs"])
-    named = await post(http, "/completion", body | {"logprobs": 2, "response_fields": ["completion_probabilities"]})
+    named = await post(
+        http, "/completion", body | {"logprobs": 2, "response_fields": ["completion_probabilities"]}
+    )
     assert named == {"completion_probabilities": found}
-    text = (await http.post("/completion", json=body | {"n_probs": 2, "stream": True, "timings_per_token": True})).text
+    text = (
+        await http.post(
+            "/completion", json=body | {"n_probs": 2, "stream": True, "timings_per_token": True}
+        )
+    ).text
     events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line]
     assert [row for event in events for row in event["completion_probabilities"]] == found
     assert [id for event in events for id in event["tokens"]] == whole["tokens"]
@@ -210,28 +272,48 @@ async def test_log_probabilities_in_llama_cpps_form(door: Door) -> None:
 
 async def test_two_constraints_are_refused(door: Door) -> None:
     for path, body in ROUTES.items():
-        response = await door[1].post(path, json=body | {"grammar": 'root ::= "a"', "json_schema": {}})
+        response = await door[1].post(
+            path, json=body | {"grammar": 'root ::= "a"', "json_schema": {}}
+        )
         assert response.status_code == 400 and response.json()["error"]["param"] == "grammar"
-    response = await door[1].post("/infill", json=ROUTES["/infill"] | {"json_schema": {}, "token_healing": True})
+    response = await door[1].post(
+        "/infill", json=ROUTES["/infill"] | {"json_schema": {}, "token_healing": True}
+    )
     assert response.status_code == 400 and response.json()["error"]["param"] == "token_healing"
 
 
 def test_constraints_are_followed(embedded_server: ServerProcess) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     for path, body in ROUTES.items():
-        status, answer = embedded_server.post(path, body | {"json_schema": schema, "n_predict": 40, "seed": 1})
+        status, answer = embedded_server.post(
+            path, body | {"json_schema": schema, "n_predict": 40, "seed": 1}
+        )
         assert status == 200, answer
         assert isinstance(json.loads(answer["content"])["a"], bool)
         grammar = 'root ::= "yes" | "no"'
-        status, answer = embedded_server.post(path, body | {"grammar": grammar, "n_predict": 40, "seed": 1})
+        status, answer = embedded_server.post(
+            path, body | {"grammar": grammar, "n_predict": 40, "seed": 1}
+        )
         assert status == 200 and answer["content"] in ("yes", "no"), answer
 
 
 def test_indentation_ends_a_completion_too(embedded_server: ServerProcess) -> None:
-    body = {"prompt": "class Stack:\n    def push(self, x):\n        self", "n_predict": 120, "temperature": 0, "n_indent": 8}
+    body = {
+        "prompt": "class Stack:\n    def push(self, x):\n        self",
+        "n_predict": 120,
+        "temperature": 0,
+        "n_indent": 8,
+    }
     status, answer = embedded_server.post("/completion", body)
     assert status == 200, answer
-    assert all(line.startswith(" " * 8) for line in answer["content"].split("\n")[1:] if line.strip())
+    assert all(
+        line.startswith(" " * 8) for line in answer["content"].split("\n")[1:] if line.strip()
+    )
 
 
 async def test_pieces_of_tokens(door: Door) -> None:
@@ -242,7 +324,12 @@ async def test_pieces_of_tokens(door: Door) -> None:
     assert [piece["id"] for piece in pieces] == ids
     texts = [piece["piece"] for piece in pieces]
     assert any(isinstance(text, list) for text in texts) and texts[-1] == "<fim_prefix>"
-    assert b"".join(bytes(text) if isinstance(text, list) else text.encode() for text in texts).decode() == content
+    assert (
+        b"".join(
+            bytes(text) if isinstance(text, list) else text.encode() for text in texts
+        ).decode()
+        == content
+    )
     response = await http.post("/tokenize", json={"prompt": "a", "with_pieces": True})
     assert response.status_code == 400 and "goes with `content`" in response.text
 
@@ -250,7 +337,10 @@ async def test_pieces_of_tokens(door: Door) -> None:
 async def test_detokenize_answers_in_both_forms(door: Door) -> None:
     _, http = door
     ids = (await post(http, "/tokenize", {"content": "def f"}))["tokens"]
-    assert await post(http, "/detokenize", {"tokens": ids}) == {"content": "def f", "prompt": "def f"}
+    assert await post(http, "/detokenize", {"tokens": ids}) == {
+        "content": "def f",
+        "prompt": "def f",
+    }
     assert await post(http, "/detokenize", {"tokens": []}) == {"content": "", "prompt": ""}
 
 
@@ -260,7 +350,10 @@ async def test_props(door: Door) -> None:
     assert props["modalities"] == {"vision": False, "audio": False, "video": False}
 
 
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+}
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
@@ -273,11 +366,16 @@ MESSAGES = [{"role": "user", "content": "hi"}]
         {"chat_template_kwargs": {"mood": "calm"}},
         {"chat_template_kwargs": {"mood": "calm", "unread": 1}, "reasoning_effort": "low"},
         {"add_generation_prompt": False},
-        {"messages": [*MESSAGES, {"role": "assistant", "content": "yes"}], "continue_final_message": True},
+        {
+            "messages": [*MESSAGES, {"role": "assistant", "content": "yes"}],
+            "continue_final_message": True,
+        },
     ],
     ids=str,
 )
-async def test_a_conversation_is_tokenized_as_it_is_answered(door: Door, more: dict[str, Any]) -> None:
+async def test_a_conversation_is_tokenized_as_it_is_answered(
+    door: Door, more: dict[str, Any]
+) -> None:
     _, http = door
     body = {"messages": MESSAGES} | more
     tokens = (await post(http, "/tokenize", body))["tokens"]
@@ -286,6 +384,12 @@ async def test_a_conversation_is_tokenized_as_it_is_answered(door: Door, more: d
 
 
 async def test_fields_of_a_conversation_go_with_messages_alone(door: Door) -> None:
-    for field, value in (("tools", [TOOL]), ("chat_template_kwargs", {"mood": "x"}), ("continue_final_message", True)):
+    for field, value in (
+        ("tools", [TOOL]),
+        ("chat_template_kwargs", {"mood": "x"}),
+        ("continue_final_message", True),
+    ):
         response = await door[1].post("/tokenize", json={"prompt": "a", field: value})
-        assert response.status_code == 400 and f"`{field}` goes with `messages`" in response.text, response.text
+        assert response.status_code == 400 and f"`{field}` goes with `messages`" in response.text, (
+            response.text
+        )

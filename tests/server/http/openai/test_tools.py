@@ -1,4 +1,6 @@
-"""Calls over HTTP: several choices, stop strings, bounds of length, constraints that exclude each other, and the option of a template."""
+"""Calls over HTTP: several choices, stop strings, bounds of length, constraints that exclude each
+other, and the option of a template.
+"""
 
 import json
 from collections.abc import Iterator
@@ -14,9 +16,18 @@ from tests.support.paths import EMBEDDED
 from tests.support.processes import ServerProcess
 from tests.support.tool_checkpoints import TOOL_MODELS, make_tool_checkpoint
 
-LEVELS = {"type": "object", "properties": {"level": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["level"]}
+LEVELS = {
+    "type": "object",
+    "properties": {"level": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["level"],
+}
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "set_level", "parameters": LEVELS}}
-BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}], "tools": [TOOL], "max_tokens": 80, "seed": 4}
+BODY: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "?"}],
+    "tools": [TOOL],
+    "max_tokens": 80,
+    "seed": 4,
+}
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +69,16 @@ def test_each_choice_has_calls_of_its_own(server: ServerProcess, raised: dict[st
 def test_stop_strings_and_bounds_end_no_call(server: ServerProcess, raised: dict[str, Any]) -> None:
     for more in ({"stop": ["l", "{", "1"]}, {"min_tokens": 60}):
         (choice,) = chat(server, raised | more)
-        assert choice["finish_reason"] == "tool_calls" and all(0 <= given["level"] <= 9 for given in arguments(choice))
+        assert choice["finish_reason"] == "tool_calls" and all(
+            0 <= given["level"] <= 9 for given in arguments(choice)
+        )
     (cut,) = chat(server, BODY | {"tool_choice": "required", "max_tokens": 5})
     assert cut["finish_reason"] == "length"
 
 
-def test_the_engine_refuses_nothing_that_the_fields_allow(server: ServerProcess, raised: dict[str, Any]) -> None:
+def test_the_engine_refuses_nothing_that_the_fields_allow(
+    server: ServerProcess, raised: dict[str, Any]
+) -> None:
     fields: tuple[dict[str, Any], ...] = (
         {"logprobs": True, "top_logprobs": 2},
         {"bad_words": ["level"]},
@@ -78,22 +93,41 @@ def test_the_engine_refuses_nothing_that_the_fields_allow(server: ServerProcess,
         assert not more.get("logprobs") or choice["logprobs"]["content"]
 
 
-def test_a_call_that_a_stop_token_cuts_is_not_reported_as_whole(server: ServerProcess, raised: dict[str, Any], folder: Path) -> None:
+def test_a_call_that_a_stop_token_cuts_is_not_reported_as_whole(
+    server: ServerProcess, raised: dict[str, Any], folder: Path
+) -> None:
     (colon,) = TextCodec(folder).encode_bare("{")
     for more in ({}, {"include_stop_str_in_output": True}):
         (cut,) = chat(server, raised | {"stop_token_ids": [colon]} | more)
         assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", colon)
-    (whole,) = chat(server, BODY | {"tool_choice": "required", "parallel_tool_calls": False, "stop_token_ids": [colon]})
+    (whole,) = chat(
+        server,
+        BODY | {"tool_choice": "required", "parallel_tool_calls": False, "stop_token_ids": [colon]},
+    )
     assert whole["finish_reason"] == "tool_calls" and 0 <= arguments(whole)[0]["level"] <= 9
 
 
-def test_the_token_that_ends_calls_is_neither_a_call_nor_a_stop_of_the_request(server: ServerProcess, folder: Path) -> None:
+def test_the_token_that_ends_calls_is_neither_a_call_nor_a_stop_of_the_request(
+    server: ServerProcess, folder: Path
+) -> None:
     codec = TextCodec(folder)
-    bias = {str(codec.token_id("<start_function_call>")): 100, str(codec.token_id("<start_function_response>")): 60}
-    kept = {"include_stop_str_in_output": True, "skip_special_tokens": False, "return_token_ids": True, "parallel_tool_calls": False}
+    bias = {
+        str(codec.token_id("<start_function_call>")): 100,
+        str(codec.token_id("<start_function_response>")): 60,
+    }
+    kept = {
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "return_token_ids": True,
+        "parallel_tool_calls": False,
+    }
     (choice,) = chat(server, BODY | kept | {"logit_bias": bias})
     assert choice["token_ids"][-1] == codec.token_id("<start_function_response>")
-    assert choice["finish_reason"] == "tool_calls" and choice["stop_reason"] is None and len(arguments(choice)) == 1
+    assert (
+        choice["finish_reason"] == "tool_calls"
+        and choice["stop_reason"] is None
+        and len(arguments(choice)) == 1
+    )
 
 
 NAMED = {"tool_choice": {"type": "function", "function": {"name": "set_level"}}}
@@ -128,7 +162,9 @@ def plain_calls(choice: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("parallel", [None, True, False])
-def test_a_named_function_is_called_once(server: ServerProcess, formless: ServerProcess, parallel: bool | None) -> None:
+def test_a_named_function_is_called_once(
+    server: ServerProcess, formless: ServerProcess, parallel: bool | None
+) -> None:
     other = {"type": "function", "function": {"name": "other"}}
     for host in (server, formless):
         for seed in range(3):
@@ -143,10 +179,14 @@ def test_a_named_function_is_called_once(server: ServerProcess, formless: Server
 
 def allowed(mode: str, *names: str) -> dict[str, Any]:
     tools = [{"type": "function", "function": {"name": name}} for name in names]
-    return {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}}
+    return {
+        "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+    }
 
 
-def test_only_allowed_tools_are_called(server: ServerProcess, formless: ServerProcess, raised: dict[str, Any]) -> None:
+def test_only_allowed_tools_are_called(
+    server: ServerProcess, formless: ServerProcess, raised: dict[str, Any]
+) -> None:
     others = [{"type": "function", "function": {"name": name}} for name in ("first", "last")]
     more = {"tools": [others[0], TOOL, others[1]], "temperature": 1.5, "max_tokens": 300}
     ways = [(server, raised, "auto"), (server, BODY, "required"), (formless, BODY, "required")]
@@ -185,8 +225,8 @@ def test_what_a_schema_says_that_is_not_followed_is_told(server: ServerProcess) 
 
 @pytest.fixture(scope="module")
 def formless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server of a model without a format of calls, whose template knows no tools, and refuses roles
-    that do not alternate.
+    """A server of a model without a format of calls, whose template knows no tools, and refuses
+    roles that do not alternate.
     """
     folder = make_tool_checkpoint("plain", tmp_path_factory.mktemp("plain"))
     (folder / "chat_template.jinja").write_text(ALTERNATING)
@@ -202,7 +242,9 @@ ALTERNATING = (
 )
 
 
-def test_a_model_without_a_format_answers_in_text_and_calls_where_it_has_to(server: ServerProcess, formless: ServerProcess) -> None:
+def test_a_model_without_a_format_answers_in_text_and_calls_where_it_has_to(
+    server: ServerProcess, formless: ServerProcess
+) -> None:
     for host, name in ((server, "functiongemma"), (formless, None)):
         assert json.loads(host.get("/v1/models")[1])["data"][0]["tool_call_format"] == name
     kept = {"messages": BODY["messages"], "max_tokens": 40, "seed": 1}
@@ -224,10 +266,15 @@ def test_a_model_without_a_format_answers_in_text_and_calls_where_it_has_to(serv
         if answer["finish_reason"] == "length":
             answer["message"]["tool_calls"].pop()
         messages.append(answer["message"])
-        messages += [{"role": "tool", "tool_call_id": call["id"], "content": "done"} for call in answer["message"]["tool_calls"]]
+        messages += [
+            {"role": "tool", "tool_call_id": call["id"], "content": "done"}
+            for call in answer["message"]["tool_calls"]
+        ]
 
 
-def test_a_format_binds_the_text_and_the_functions_the_calls(server: ServerProcess, raised: dict[str, Any]) -> None:
+def test_a_format_binds_the_text_and_the_functions_the_calls(
+    server: ServerProcess, raised: dict[str, Any]
+) -> None:
     level = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     format = {"type": "json_schema", "json_schema": {"name": "x", "schema": level}}
     (text,) = chat(server, BODY | {"response_format": format})
@@ -242,21 +289,33 @@ def test_a_format_binds_the_text_and_the_functions_the_calls(server: ServerProce
 
 
 def test_openais_stream_of_calls(server: ServerProcess, raised: dict[str, Any]) -> None:
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(
+        base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0
+    ) as client:
         with client.chat.completions.stream(model="", **raised) as stream:
             events = [event.type for event in stream]
             (streamed,) = stream.get_final_completion().choices
         (whole,) = chat(server, raised)
-    assert "tool_calls.function.arguments.delta" in events and "tool_calls.function.arguments.done" in events
-    given = [(call.function.name, call.function.arguments) for call in streamed.message.tool_calls or ()]
-    assert given == [(call["function"]["name"], call["function"]["arguments"]) for call in whole["message"]["tool_calls"]]
+    assert (
+        "tool_calls.function.arguments.delta" in events
+        and "tool_calls.function.arguments.done" in events
+    )
+    given = [
+        (call.function.name, call.function.arguments) for call in streamed.message.tool_calls or ()
+    ]
+    assert given == [
+        (call["function"]["name"], call["function"]["arguments"])
+        for call in whole["message"]["tool_calls"]
+    ]
     assert streamed.finish_reason == whole["finish_reason"] == "tool_calls"
 
 
 def test_a_template_by_option_is_used_and_a_missing_one_is_named(tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(TOOL_MODELS["granite"].template.replace("<start_of_turn>", "# "))
-    with ServerProcess(EMBEDDED, "--cache.pages", "256", "--server.chat_template", str(template)) as server:
+    with ServerProcess(
+        EMBEDDED, "--cache.pages", "256", "--server.chat_template", str(template)
+    ) as server:
         (choice,) = chat(server, BODY | {"tool_choice": "required", "parallel_tool_calls": False})
         assert choice["finish_reason"] == "tool_calls" and 0 <= arguments(choice)[0]["level"] <= 9
         assert chat(server, BODY | {"max_tokens": 3})[0]["finish_reason"]

@@ -1,4 +1,6 @@
-"""The server as processes and sockets: streams, disconnects, crashes of the engine, shutdown, refusals to start."""
+"""The server as processes and sockets: streams, disconnects, crashes of the engine, shutdown,
+refusals to start.
+"""
 
 import contextlib
 import http.client
@@ -31,7 +33,10 @@ def server(tiny_folder: Path) -> Iterator[ServerProcess]:
 
 
 def idle(server: ServerProcess) -> bool:
-    return server.metric("onehead_kv_pages_used") == 0 and server.metric("onehead_requests_running") == 0
+    return (
+        server.metric("onehead_kv_pages_used") == 0
+        and server.metric("onehead_requests_running") == 0
+    )
 
 
 def test_stream_events_have_the_shape_that_tgi_clients_parse(server: ServerProcess) -> None:
@@ -40,19 +45,33 @@ def test_stream_events_have_the_shape_that_tgi_clients_parse(server: ServerProce
     for event in events:
         assert list(event) == ["index", "token", "generated_text", "details"]
         assert list(event["token"]) == ["id", "text", "logprob", "special"]
-    assert all(event["generated_text"] is None and event["details"] is None for event in events[:-1])
+    assert all(
+        event["generated_text"] is None and event["details"] is None for event in events[:-1]
+    )
     last = events[-1]
-    assert last["generated_text"] == "".join(event["token"]["text"] for event in events if not event["token"]["special"])
-    assert last["details"] == {"finish_reason": "length", "generated_tokens": 6, "seed": None, "input_length": 5}
+    assert last["generated_text"] == "".join(
+        event["token"]["text"] for event in events if not event["token"]["special"]
+    )
+    assert last["details"] == {
+        "finish_reason": "length",
+        "generated_tokens": 6,
+        "seed": None,
+        "input_length": 5,
+    }
 
 
 def test_all_routes_give_the_same_text(server: ServerProcess) -> None:
     parameters: dict[str, Any] = {"max_new_tokens": 12}
     status, whole = server.post("/generate", {"inputs": "def f", "parameters": parameters})
     assert status == 200 and set(whole) == {"generated_text"}
-    (root,) = server.post("/", {"inputs": "def f", "parameters": {**parameters, "return_full_text": False}})[1]
+    (root,) = server.post(
+        "/", {"inputs": "def f", "parameters": {**parameters, "return_full_text": False}}
+    )[1]
     (echoed,) = server.post("/", {"inputs": "def f", "parameters": parameters})[1]
-    streamed = server.stream("def f", "/generate_stream", **parameters), server.stream("def f", **parameters)
+    streamed = (
+        server.stream("def f", "/generate_stream", **parameters),
+        server.stream("def f", **parameters),
+    )
     streams = [list(stream.events())[-1] for stream in streamed]
     assert root == whole and echoed == {"generated_text": "def f" + whole["generated_text"]}
     assert {stream["generated_text"] for stream in streams} == {whole["generated_text"]}
@@ -60,7 +79,13 @@ def test_all_routes_give_the_same_text(server: ServerProcess) -> None:
 
 
 def test_details_stop_strings_and_seeds(server: ServerProcess) -> None:
-    body: dict[str, Any] = {"max_new_tokens": 40, "do_sample": True, "seed": 7, "details": True, "ignore_eos": True}
+    body: dict[str, Any] = {
+        "max_new_tokens": 40,
+        "do_sample": True,
+        "seed": 7,
+        "details": True,
+        "ignore_eos": True,
+    }
     _, first = server.post("/generate", {"inputs": "x", "parameters": body})
     _, again = server.post("/generate", {"inputs": "x", "parameters": body})
     assert first == again and first["details"]["seed"] == 7 and first["details"]["prefill"] == []
@@ -72,7 +97,9 @@ def test_details_stop_strings_and_seeds(server: ServerProcess) -> None:
     assert stopped["details"]["finish_reason"] == "stop_sequence"
     assert server.metric("onehead_e2e_latency_seconds_count") == finished + 1
     tokens = first["details"]["tokens"]
-    _, by_id = server.post("/generate", {"inputs": "x", "parameters": {**body, "stop_token_ids": [tokens[4]["id"]]}})
+    _, by_id = server.post(
+        "/generate", {"inputs": "x", "parameters": {**body, "stop_token_ids": [tokens[4]["id"]]}}
+    )
     ids = [token["id"] for token in tokens]
     assert by_id["details"]["generated_tokens"] == ids.index(tokens[4]["id"]) + 1
     assert by_id["details"]["finish_reason"] == "eos_token"
@@ -87,8 +114,13 @@ def test_the_hugging_face_client(server: ServerProcess) -> None:
     expected = server.text("def f", max_new_tokens=8)
     assert client.text_generation("def f", max_new_tokens=8, return_full_text=False) == expected
     assert "".join(client.text_generation("def f", max_new_tokens=8, stream=True)) == expected
-    detailed = client.text_generation("def f", max_new_tokens=8, details=True, return_full_text=False)
-    assert detailed.generated_text == expected and len(detailed.details.tokens) == detailed.details.generated_tokens
+    detailed = client.text_generation(
+        "def f", max_new_tokens=8, details=True, return_full_text=False
+    )
+    assert (
+        detailed.generated_text == expected
+        and len(detailed.details.tokens) == detailed.details.generated_tokens
+    )
 
 
 def test_info_and_probes(server: ServerProcess) -> None:
@@ -104,7 +136,12 @@ def test_info_and_probes(server: ServerProcess) -> None:
     for path in ("/live", "/ready", "/health", "/ping"):
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
         with contextlib.closing(connection):
-            for method in ("HEAD", "GET"):  # On one connection: an answer to HEAD has no body that would be taken for the next answer.
+            for method in (
+                "HEAD",
+                "GET",
+                # On one connection: an answer to HEAD has no body that would be taken for the next
+                # answer.
+            ):
                 connection.request(method, path)
                 response = connection.getresponse()
                 assert (response.status, response.read() == b"") == (200, method == "HEAD")
@@ -119,7 +156,9 @@ def requests(count: int, seed: int) -> list[tuple[str, dict[str, Any]]]:
     for i in range(count):
         prompt = "".join(rng.choice("abcdef (:)\n") for _ in range(rng.randint(1, 100)))
         parameters: dict[str, Any] = {"max_new_tokens": rng.randint(1, 60), "ignore_eos": True}
-        made.append((prompt, parameters | ({"do_sample": True, "seed": i, "top_p": 0.9} if i % 2 else {})))
+        made.append(
+            (prompt, parameters | ({"do_sample": True, "seed": i, "top_p": 0.9} if i % 2 else {}))
+        )
     return made
 
 
@@ -149,12 +188,23 @@ def test_64_streams_with_random_disconnects(server: ServerProcess) -> None:
         assert server.text(asked[i][0], **asked[i][1]) == together[i], asked[i]
 
 
-def test_a_client_that_leaves_frees_its_pages_whether_it_streams_or_not(server: ServerProcess) -> None:
+def test_a_client_that_leaves_frees_its_pages_whether_it_streams_or_not(
+    server: ServerProcess,
+) -> None:
     for stream in (True, False):
         began = server.metric("onehead_generation_tokens_total")
         connection = socket.create_connection(("127.0.0.1", server.port))
-        body = json.dumps({"inputs": "a", "parameters": {"max_new_tokens": 500, "ignore_eos": True}, "stream": stream}).encode()
-        head = f"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        body = json.dumps(
+            {
+                "inputs": "a",
+                "parameters": {"max_new_tokens": 500, "ignore_eos": True},
+                "stream": stream,
+            }
+        ).encode()
+        head = (
+            "POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
+            f"application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
         connection.sendall(head.encode() + body)
         wait_until(lambda: server.metric("onehead_kv_pages_used") > 0, "the request runs")
         connection.close()
@@ -167,7 +217,10 @@ def test_a_slow_reader_holds_nobody_up_and_gets_everything(server: ServerProcess
     parameters: dict[str, Any] = {"max_new_tokens": 400, "ignore_eos": True}
     before = server.metric("onehead_generation_tokens_total")
     slow = server.stream("slow", **parameters)
-    wait_until(lambda: server.metric("onehead_generation_tokens_total") >= before + 400, "the engine finishes although nobody reads")
+    wait_until(
+        lambda: server.metric("onehead_generation_tokens_total") >= before + 400,
+        "the engine finishes although nobody reads",
+    )
     assert server.text("quick", max_new_tokens=5, ignore_eos=True) is not None
     assert [event["index"] for event in slow.events()] == list(range(1, 401))
 
@@ -175,7 +228,10 @@ def test_a_slow_reader_holds_nobody_up_and_gets_everything(server: ServerProcess
 def test_streams_outlive_the_engine(server: ServerProcess) -> None:
     restarts = server.metric("onehead_engine_restarts_total")
     asked = requests(12, seed=3)
-    expected = [server.text(prompt, **(parameters | {"max_new_tokens": 200})) for prompt, parameters in asked]
+    expected = [
+        server.text(prompt, **(parameters | {"max_new_tokens": 200}))
+        for prompt, parameters in asked
+    ]
     first_events = threading.Semaphore(0)
 
     def run(i: int) -> tuple[str, list[int]]:
@@ -197,13 +253,19 @@ def test_streams_outlive_the_engine(server: ServerProcess) -> None:
         for i, answer in enumerate(answers):
             text, indexes = answer.result()
             assert indexes == list(range(1, 201)) and text == expected[i]
-    assert server.metric("onehead_engine_restarts_total") == restarts + 1 and server.engine_pid != engine
+    assert (
+        server.metric("onehead_engine_restarts_total") == restarts + 1
+        and server.engine_pid != engine
+    )
 
 
 def kill_engines(server: ServerProcess) -> None:
     """Kills three ready engines in a row before they generate a token."""
     for number in range(3):
-        wait_until(lambda restarts=number: server.metric("onehead_engine_restarts_total") == restarts, "the next one")
+        wait_until(
+            lambda restarts=number: server.metric("onehead_engine_restarts_total") == restarts,
+            "the next one",
+        )
         wait_until(lambda: server.get("/ready")[0] == 200, "ready")
         engine = server.engine_pid
         kill(engine)
@@ -241,12 +303,19 @@ def test_a_second_signal_ends_streams_with_an_error(tiny_folder: Path) -> None:
     assert server.stop() == 75
 
 
-HALF = b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+HALF = (
+    b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
+    b"application/json\r\ncontent-length: 100\r\n\r\n{"
+)
 
 
 @pytest.mark.parametrize("ending", ["drain deadline", "second signal", "engine keeps dying"])
-def test_a_client_that_never_finishes_its_request_does_not_hold_up_the_end(tiny_folder: Path, ending: str) -> None:
-    server = ServerProcess(tiny_folder, "--server.drain_timeout", "1" if ending == "drain deadline" else "600")
+def test_a_client_that_never_finishes_its_request_does_not_hold_up_the_end(
+    tiny_folder: Path, ending: str
+) -> None:
+    server = ServerProcess(
+        tiny_folder, "--server.drain_timeout", "1" if ending == "drain deadline" else "600"
+    )
     with socket.create_connection(("127.0.0.1", server.port)) as half:
         half.sendall(HALF)
         wait_until(lambda: server.get("/live")[0] == 200, "serving")
@@ -266,7 +335,10 @@ def test_a_stop_string_is_found_however_its_tokens_fall(server: ServerProcess) -
     whole = server.text("stop", max_new_tokens=60, ignore_eos=True)
     for start, length in itertools.product((0, 7, 20), (4, 7, 12)):
         stop = whole[start : start + length]
-        assert server.text("stop", max_new_tokens=60, ignore_eos=True, stop=[stop]) == whole[: whole.index(stop) + len(stop)]
+        assert (
+            server.text("stop", max_new_tokens=60, ignore_eos=True, stop=[stop])
+            == whole[: whole.index(stop) + len(stop)]
+        )
 
 
 def test_the_engine_ends_with_the_front(tiny_folder: Path) -> None:
@@ -285,18 +357,41 @@ def serve(*arguments: str) -> tuple[int, str, float]:
     return done.returncode, done.stderr, time.monotonic() - began
 
 
-def test_the_plan_of_a_running_server_is_that_of_the_command(tiny_folder: Path, server: ServerProcess) -> None:
+def test_the_plan_of_a_running_server_is_that_of_the_command(
+    tiny_folder: Path, server: ServerProcess
+) -> None:
     status, body = server.get("/plan")
     running = json.loads(body)
-    command = [sys.executable, "-m", "commands.cli", "plan", str(tiny_folder), "--device", "cpu", "--memory", "2GB", "--format", "json"]
-    planned = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout)
+    command = [
+        sys.executable,
+        "-m",
+        "commands.cli",
+        "plan",
+        str(tiny_folder),
+        "--device",
+        "cpu",
+        "--memory",
+        "2GB",
+        "--format",
+        "json",
+    ]
+    planned = json.loads(
+        subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    )
     assert status == 200 and running["parameters"] == planned["parameters"]
     assert running["weight_bytes"] == planned["weight_bytes"]["float32"]
     assert running["kv_bytes_per_token"] == planned["kv_bytes_per_token"]["float32"]
-    assert [row["context"] for row in running["sequences"]] == [row["context"] for row in planned["sequences"]]
+    assert [row["context"] for row in running["sequences"]] == [
+        row["context"] for row in planned["sequences"]
+    ]
     pages, page_size = running["cache"]["pages"], running["cache"]["page_size"]
-    assert running["sequences"][-1]["fit"] == pages // -(-running["sequences"][-1]["context"] // page_size)
-    assert running["cache"]["bytes"] == pages * page_size * running["kv_bytes_per_token"]["multi_query"]
+    assert running["sequences"][-1]["fit"] == pages // -(
+        -running["sequences"][-1]["context"] // page_size
+    )
+    assert (
+        running["cache"]["bytes"]
+        == pages * page_size * running["kv_bytes_per_token"]["multi_query"]
+    )
 
 
 def test_a_port_in_use_is_71_and_a_bad_checkpoint_78(tiny_folder: Path, tmp_path: Path) -> None:
@@ -314,24 +409,42 @@ def test_a_port_in_use_is_71_and_a_bad_checkpoint_78(tiny_folder: Path, tmp_path
     os.truncate(shutil.copytree(tiny_folder, tmp_path / "cut") / "model.safetensors", 5000)
     status, error, _ = serve("--model", str(tmp_path / "cut"), "--port", "0")
     assert (status == 78 or "its tensors at" in error) and "truncated" in error
-    status, error, _ = serve("--model", str(tiny_folder), "--port", "0", "--engine.max_context", "9999")
+    status, error, _ = serve(
+        "--model", str(tiny_folder), "--port", "0", "--engine.max_context", "9999"
+    )
     assert status == 78 and "engine.max_context 9999" in error
 
 
-def test_generate_streams_to_the_terminal_without_a_server(tiny_folder: Path, server: ServerProcess) -> None:
-    command = [sys.executable, "-m", "commands.cli", "generate", "def f", "--model", str(tiny_folder), "--max_new_tokens", "12"]
+def test_generate_streams_to_the_terminal_without_a_server(
+    tiny_folder: Path, server: ServerProcess
+) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "commands.cli",
+        "generate",
+        "def f",
+        "--model",
+        str(tiny_folder),
+        "--max_new_tokens",
+        "12",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "def f" + server.text("def f", max_new_tokens=12) + "\n"
 
 
 def test_late_arrivals_get_an_answer_for_a_while(tiny_folder: Path) -> None:
-    """A load balancer notices a draining server with a delay: until then its requests are refused, not disconnected."""
+    """A load balancer notices a draining server with a delay: until then its requests are refused,
+    not disconnected.
+    """
     server = ServerProcess(tiny_folder, "--server.lb_grace", "1")
     began = time.monotonic()
     server.process.send_signal(signal.SIGTERM)
     wait_until(lambda: server.get("/ready")[0] == 503, "not ready while draining", timeout=5)
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=5)
-    connection.request("POST", "/v1/completions", json.dumps({"prompt": "a"}), {"content-type": "application/json"})
+    connection.request(
+        "POST", "/v1/completions", json.dumps({"prompt": "a"}), {"content-type": "application/json"}
+    )
     response = connection.getresponse()
     answer = json.loads(response.read())
     assert response.status == 503 and answer["error"]["code"] == "server_shutting_down"
