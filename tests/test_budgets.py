@@ -122,7 +122,7 @@ def test_ceilings_are_lowered_and_never_raised(
 ) -> None:
     path = tmp_path / "ceilings.toml"
     path.write_text(
-        '# Why.\n\n[tokens]\n"cache" = 9\n"gone" = 3\n"model" = 4\n\n[lines]\n"JSON" = 7\n\n[functions]\n'
+        '# Why.\n\n[tokens]\n"cache" = 9\n"gone" = 3\n"model" = 4\n\n[lines]\n"JSON" = 7\n\n[functions]\n'  # noqa: E501
     )
     monkeypatch.setattr(budgets, "CEILINGS", path)
     monkeypatch.setattr(budgets, "tokens", lambda: Counter({"cache": 5, "model": 6}))
