@@ -9,8 +9,8 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import Annotated, ClassVar
-from urllib.request import Request, urlopen
+from typing import Annotated, Any, ClassVar
+from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import AfterValidator, Field
@@ -105,11 +105,21 @@ def parse(text: str, at: float) -> Scrape:
     return Scrape(at, values)
 
 
+class _NoRedirects(HTTPRedirectHandler):
+    """Follows no redirect, which would send the key to another host."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_OPENER = build_opener(ProxyHandler({}), _NoRedirects)
+
+
 def scrape(settings: TopSettings) -> Scrape:
     """The metrics now. Raises one of FAILURES."""
     headers = {"authorization": f"Bearer {settings.key}"} if settings.key else {}
     request = Request(f"{settings.url.rstrip('/')}/metrics", headers=headers)
-    with urlopen(request, timeout=TIMEOUT) as reply:
+    with _OPENER.open(request, timeout=TIMEOUT) as reply:
         return parse(reply.read().decode(), time.monotonic())
 
 

@@ -96,6 +96,7 @@ class Server:
         self._store = StreamStore(retention)
         self._engine: SupervisedEngine
         self._http: HttpServer
+        self._is_serving = False
         self._draining: asyncio.Task[None] | None = None
         self._cut = False
         """Whether open requests were ended early, or a connection was aborted with unsent bytes."""
@@ -123,6 +124,7 @@ class Server:
         gc.collect()
         gc.freeze()
         serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+        self._is_serving = True
         try:
             await engine.check_texts()
             if await engine.wait_for(State.READY) is State.READY:
@@ -204,6 +206,8 @@ class Server:
 
     def _reload(self) -> None:
         """Reads the files again that are named by options."""
+        if not self._is_serving:  # It could not begin, and ends.
+            return
         self._keys.reload()
         section, context = self._section, self._http.config.ssl
         if context is not None and section.tls_certificate and section.tls_key:
@@ -213,6 +217,8 @@ class Server:
         """The first signal refuses new requests and lets open ones finish; a second one ends them
         with an error event.
         """
+        if not self._is_serving:  # It could not begin, and ends.
+            return
         if self._draining is not None:
             self._end(FLUSH_SECONDS)
             return

@@ -11,6 +11,7 @@ Shape letters: H heads, d head size, D hidden size.
 
 import math
 import os
+import sys
 import zipfile
 from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
@@ -50,6 +51,7 @@ from model.checkpoint.weights import (
 )
 from model.decoder import meta_decoder
 from model.spec import CheckpointError, ModelSpec, OptionError
+from server.errors import ConfigurationError
 
 FUSED = ("gpt2", "gpt_bigcode")
 """Families whose queries, keys and values are one matrix."""
@@ -415,10 +417,21 @@ def _beside(output: Path) -> TemporaryDirectory[str]:
         raise OptionError(f"output {output} cannot be made: {error.strerror}") from None
 
 
+def _tokenizer(folder: Path) -> str | None:
+    """The tokenizer.json to write; None where the folder has one, or where none can be made."""
+    if (folder / TOKENIZER).exists():
+        return None
+    try:
+        return tokenizer_json(folder)
+    except ConfigurationError as error:
+        print(f"onehead convert: {error}; the weights are converted without it", file=sys.stderr)
+        return None
+
+
 def _make(options: ConvertOptions, plan: Plan, made: Path) -> dict[str, Any] | None:
     """Everything of the output, in the folder `made`; the record of a pooled checkpoint."""
     rows_BU = _rows(options, plan.spec) if plan.num_heads else None
-    tokenizer = None if (plan.folder / TOKENIZER).exists() else tokenizer_json(plan.folder)
+    tokenizer = _tokenizer(plan.folder)
     tensors = _tensors(plan)
     try:
         write_checkpoint(made, tensors, plan.config)

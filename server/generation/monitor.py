@@ -20,6 +20,8 @@ from server.protocol import CacheView, Look
 from server.supervision.supervisor import State, Supervisor
 
 LOOK_SECONDS, STATS_SECONDS = 0.25, 1.0
+BYTES_PER_SECOND = 2**21
+"""Of `cache` events: after a larger one the pause is longer, as it holds up the event loop."""
 MAX_VIEWERS = 64
 RETRY_SECONDS = 10
 NONE = -1
@@ -98,7 +100,7 @@ class Monitor:
                 RETRY_SECONDS,
                 code="too_many_viewers",
             )
-        viewer = Viewer(self, client, dict(self._latest))
+        viewer = Viewer(self, client, dict(self._latest) if self.viewers else {})
         self.viewers.append(viewer)
         self._begin()
         return viewer
@@ -128,7 +130,8 @@ class Monitor:
             if (now := time.monotonic()) >= stats_due:
                 stats_due = now + STATS_SECONDS
                 self._show("stats", self._stats())
-            await asyncio.sleep(LOOK_SECONDS)
+            size = len(self._latest.get("cache", b""))
+            await asyncio.sleep(max(LOOK_SECONDS, size / BYTES_PER_SECOND))
         self._latest = {}
 
     def _look(self) -> None:

@@ -332,7 +332,11 @@ class _SchemaRewriter:
             if count > len({*required}) + 1 or problem(
                 rest | {key: patterns if key[0] == "p" else prepared[key]}
             ):
-                self._cannot(f"{at}/{key}", prepared.pop(key), _PROPERTIES)
+                left_out = prepared.pop(key)
+                self._cannot(f"{at}/{key}", left_out, _PROPERTIES)
+                if key == "patternProperties" and prepared.get("additionalProperties") is False:
+                    # Else the names that the patterns are of would be left out as well.
+                    prepared["additionalProperties"] = {"anyOf": [*left_out.values()]}
 
 
 def _combine(prepared: Node, other: Node) -> None:

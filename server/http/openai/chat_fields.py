@@ -240,6 +240,8 @@ class NamedTools(Body):
     def _check_names(self) -> "NamedTools":
         if bool(self.function) == bool(self.allowed_tools.tools):
             raise ValueError("`tool_choice` has to name either a function or `allowed_tools`")
+        if "type" in self.model_fields_set and (self.type == "function") != bool(self.function):
+            raise ValueError(f"`tool_choice` has the type {self.type}, and names the other")
         if self.function:
             tool = NamedTool(function=self.function)
             self.allowed_tools = AllowedTools(mode="required", tools=[tool])

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from itertools import count
 from typing import Any
 
 from server.text.json_schema import ANY, GUIDANCE, SHARED, Cannot, Node, problem
@@ -42,6 +43,8 @@ class RuleWriter:
         self._prefix = prefix
         self._rules = rules
         self._cannot = cannot
+        self._numbers = count()
+        """Of rules without a name; none is given twice, also where a rule is taken back."""
 
     def value(self, node: Any, at: str = "#") -> str:
         """The expression of what satisfies a schema. `at`: its JSON pointer. Raises
@@ -105,7 +108,7 @@ class RuleWriter:
         return f"({' | '.join(written)})"
 
     def _rule(self, text: str) -> str:
-        name = f"{self._prefix}{len(self._rules)}"
+        name = f"{self._prefix}{next(self._numbers)}"
         self._rules[name] = text
         return name
 

@@ -120,7 +120,7 @@ def _described(template: Any) -> CallFormat | None:
         mark, before = (re.sub(r"\\(.)", r"\1", part) for part in found.group("mark", "before"))
         known = CallFormat("response_template", mark, closing=calls["close"])
         if isinstance(thought.get("close"), str):
-            begun, bracket, head = thought["open"].partition(">")
+            begun, bracket, head = thought.get("open", "").partition(">")
             thought = {
                 "thought": begun + bracket,
                 "thought_head": head,
@@ -132,7 +132,7 @@ def _described(template: Any) -> CallFormat | None:
             known = replace(known, separator="\n" if found["space"] else "")
         elif function == {"name": "{name}", "arguments": "{content}"} and before:
             (quote,) = {*calls["content_args"]["string_delims"][0]}
-            ends = fields.get("content", {}).get("close", ())
+            ends = fields.get("content", {}).get("close") or ()
             stops = (ends,) if isinstance(ends, str) else tuple(ends)
             known = replace(known, before=before, after="", tail="", quote=quote, stops=stops)
         else:

@@ -127,6 +127,17 @@ async def test_one_that_joins_gets_the_last_state_at_once(tokenizer_folder: Path
     )
 
 
+async def test_one_that_joins_after_all_have_left_is_shown_nothing_old(
+    tokenizer_folder: Path,
+) -> None:
+    served = await ready(FakeEngine(), tokenizer_folder)
+    monitor = served.client.monitor
+    first = Watching(monitor.join())
+    await until(lambda: first.cache.num_events)
+    monitor.viewers.remove(first.viewer)
+    assert monitor._latest and not Watching(monitor.join()).cache.num_events
+
+
 async def test_those_who_wait_for_a_dump_get_the_same_one(tokenizer_folder: Path) -> None:
     engine = FakeEngine()
     served = await ready(engine, tokenizer_folder)

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from server.errors import InvalidRequest
-from server.text.calls.formats import GRANITE, WRAPPER, format_of, opening_of
+from server.text.calls.formats import GRANITE, WRAPPER, _described, format_of, opening_of
 from server.text.calls.parser import Parsed, ReplyParser
 from server.text.calls.rules import CallRules
 from server.text.chat_template import ChatTemplate
@@ -499,3 +499,12 @@ def test_variables_of_the_template_are_known_by_name(gemma: TextCodec) -> None:
         ChatInput(messages)
     )
     assert "enable_thinking" in chat.variables and "unknown" not in chat.variables
+
+
+def test_a_described_thought_may_open_by_a_pattern() -> None:
+    """The calls that are described beside it are still recognised."""
+    calls = {"open": "<tool_call>", "close": "</tool_call>", "transform": {"function": "{content}"}}
+    thought = {"open_pattern": "<think>\\s*", "close": "</think>"}
+    fields = {"tool_calls": calls, "reasoning_content": thought, "content": {"close": None}}
+    known = _described({"fields": fields})
+    assert known is not None and known.opening == "<tool_call>"

@@ -340,3 +340,15 @@ def test_what_a_schema_says_of_itself_asserts_nothing() -> None:
     }
     prepared = prepare(about | schema | {"definitions": {"a": 5, "b": {"type": "null"}}})
     assert prepared["oneOf"] == [{"type": "string"}, {"$ref": "#/$defs/d0"}]
+
+
+def test_names_of_patterns_that_cannot_be_followed_are_not_forbidden() -> None:
+    told: list[str] = []
+    schema = {
+        "type": "object",
+        "patternProperties": {"^(?!_).*$": {"type": "string"}},
+        "additionalProperties": False,
+    }
+    prepared = prepare(schema, lambda at, value, why: told.append(at))
+    assert prepared["additionalProperties"] == {"anyOf": [{"type": "string"}]}
+    assert told == ["#/patternProperties"]

@@ -251,6 +251,13 @@ def test_integers_of_more_than_64_bits_are_refused() -> None:
         ("bogus", "`tool_choice` is supported only as 'none', 'auto' or 'required'"),
         (5, "`tool_choice` is supported only as 'none', 'auto' or 'required'"),
         (
+            {
+                "type": "function",
+                "allowed_tools": {"tools": [{"type": "function", "function": {"name": "f"}}]},
+            },
+            "`tool_choice` has the type function, and names the other",
+        ),
+        (
             {"type": "functionx", "function": {"name": "a"}},
             "`tool_choice.type` is supported only as 'function'",
         ),
