@@ -89,8 +89,8 @@ MUTANTS = (
         "crossed streams",
         Worker,
         "_send_events",
-        "protocol.Token(event.id,",
-        "protocol.Token(events[0].id,",
+        "event.id, event.index,",
+        "events[0].id, event.index,",
     ),
     Mutant(
         "a replay without its tokens",
