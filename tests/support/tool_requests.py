@@ -180,7 +180,8 @@ class ToolRequests:
         async with self._client.stream(
             "POST", "/v1/chat/completions", json=body | {"stream": True}
         ) as response:
-            async for line in response.aiter_lines():
+            # httpx's own lines also end at characters that a text may hold, such as U+2028.
+            for line in (await response.aread()).decode().split("\n"):
                 if not line.startswith("data: {"):
                     continue
                 (choice,) = json.loads(line.removeprefix("data: "))["choices"]
