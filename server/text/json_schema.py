@@ -336,6 +336,7 @@ class _SchemaRewriter:
                 self._cannot(f"{at}/{key}", left_out, _PROPERTIES)
                 if key == "patternProperties" and prepared.get("additionalProperties") is False:
                     # Else the names that the patterns are of would be left out as well.
+                    self._cannot(f"{at}/additionalProperties", False, _PROPERTIES)
                     prepared["additionalProperties"] = {"anyOf": [*left_out.values()]}
 
 
