@@ -38,9 +38,8 @@ def _check(folder: Path) -> None:
 
 
 def _serve(argv: list[str]) -> int:
-    signal.signal(
-        signal.SIGHUP, signal.SIG_IGN
-    )  # It reads the file of keys again, which is not read yet.
+    # It reads the file of keys again, which is not read yet.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     from server.config import ServeSettings, load
 
     settings = load(ServeSettings, argv, "onehead serve")
@@ -57,9 +56,8 @@ def _serve(argv: list[str]) -> int:
     except REFUSALS as error:
         if settings.server.log_format == "text":
             raise
-        logging.getLogger("onehead").error(
-            "%s", one_line(error)
-        )  # As the rest of this output: JSON.
+        # As the rest of this output: JSON.
+        logging.getLogger("onehead").error("%s", one_line(error))
         return _status(error)
 
 

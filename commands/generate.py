@@ -147,9 +147,8 @@ async def _chat(
 ) -> int:
     """Answers each message, with those before it, to the end of the input; the exit status."""
     loop, status = asyncio.get_running_loop(), 0
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # While `input` waits it ends the chat.
+    # While `input` waits it ends the chat.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     messages: list[dict[str, Any]] = []
     said = settings.prompt or _read()
     while said is not None:

@@ -417,9 +417,8 @@ def describe(error: ValidationError, known: dict[str, str], file: Path | None = 
 
 def _describe(detail: Any, known: dict[str, str], place: str) -> str:
     key = ".".join(str(part) for part in detail["loc"])
-    if (
-        detail["type"] == "extra_forbidden"
-    ):  # Only a file can hold one: other sources have been checked.
+    # Only a file can hold one: other sources have been checked.
+    if detail["type"] == "extra_forbidden":
         return f"{place}{key}: no such option{nearest(key, known)}"
     message = detail["msg"].removeprefix("Value error, ")
     return f"{key}: {message}" if key else message

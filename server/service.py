@@ -86,10 +86,11 @@ def read_texts(folder: Path, section: ServerSection) -> Texts:
     """The tokenizer and chat template of a checkpoint. Raises ConfigurationError, or
     CheckpointError if the tokenizer does not fit the model.
     """
+    # The engine reads the spec too, and warns.
     codec, spec = (
         TextCodec(folder, section.chat_template),
         read_spec(folder, warn=False),
-    )  # The engine reads the spec too, and warns.
+    )
     if codec.largest_id >= spec.vocab_size:
         raise CheckpointError(
             f"{codec.path}: has ids up to {codec.largest_id}, expected all below vocab_size "
@@ -209,9 +210,8 @@ class SupervisedEngine:
         then(status)
 
     def _keep_workers(self) -> None:
-        with contextlib.suppress(
-            OSError
-        ):  # Where no process can be started, the next second may be better.
+        # Where no process can be started, the next second may be better.
+        with contextlib.suppress(OSError):
             self.workers.keep_running()
 
     def _on_state(self, state: State) -> None:

@@ -61,9 +61,8 @@ def test_openai_completions(client: openai.OpenAI) -> None:
     for logprob, top in zip(
         choice.logprobs.token_logprobs or (), choice.logprobs.top_logprobs or (), strict=True
     ):
-        assert (
-            logprob == max(top.values()) and len(top) == 2
-        )  # Greedy: the drawn token is the likeliest.
+        # Greedy: the drawn token is the likeliest.
+        assert logprob == max(top.values()) and len(top) == 2
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
     stream = client.completions.create(
         model="embedded",
@@ -344,9 +343,8 @@ def test_tgis_clients_raise_by_the_status_where_there_is_no_such_route(
                 model=f"http://127.0.0.1:{embedded_server.port}/{path}"
             ).text_generation("x")
         assert type(caught.value) is HfHubHTTPError and caught.value.response.status_code == status
-        assert caught.value.response.json().keys() == {
-            "error"
-        }  # text-generation's client goes by the status where no type is given.
+        # text-generation's client goes by the status where no type is given.
+        assert caught.value.response.json().keys() == {"error"}
     with pytest.raises(ValidationError):
         InferenceClient(model=f"http://127.0.0.1:{embedded_server.port}").text_generation(
             "x", temperature=9

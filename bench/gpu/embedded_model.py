@@ -224,9 +224,8 @@ class Training:
                 group["lr"] = PEAK_RATE * share
             stepper.step()
             stepper.zero_grad(set_to_none=True)
-        self._pending.append(
-            loss.detach()
-        )  # Read at the next evaluation: reading waits for the device.
+        # Read at the next evaluation: reading waits for the device.
+        self._pending.append(loss.detach())
         self.state.step += 1
         self.state.tokens += count * length
 

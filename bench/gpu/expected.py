@@ -34,12 +34,13 @@ SIZES = 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256
 STEP_TOKENS = 4096
 Points = Mapping[int, float]
 
+# At one row with the sums of split-K, 45.
 PRODUCTS: Points = {
     1: 1033,
     64: 1111,
     128: 1184,
     256: 1305,
-}  # At one row with the sums of split-K, 45.
+}
 HEADS: Points = {1: 72, 64: 75, 128: 80, 256: 89}
 MEASURED_ROWS = 1, 32, 64, 128, 256
 KEYS = {1: 1024} | {rows: rows * 840 for rows in MEASURED_ROWS[1:]}

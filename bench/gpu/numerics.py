@@ -142,9 +142,8 @@ def engine_alone(part: Part) -> None:
     except OptionError as error:
         if part.device == "cuda":
             raise
-        return part.note(
-            "engine", {"refused": str(error)}
-        )  # A tree that is only unpacked has no kernels for a CPU.
+        # A tree that is only unpacked has no kernels for a CPU.
+        return part.note("engine", {"refused": str(error)})
     passes = Engine(core.runner, ready.max_context)  # type: ignore[arg-type]
     cases = make_cases(
         4 if part.small else 32, ready.vocab_size, 100 if part.small else ready.capacity, 0

@@ -45,9 +45,10 @@ def load_engine(settings: OfflineSettings) -> "tuple[EngineCore, protocol.Ready]
     from server.engine.worker import load
     from server.service import start_message
 
+    # The OpenMP runtime reads it when torch is imported, which is below.
     os.environ.update(
         engine_environment(),
-    )  # The OpenMP runtime reads it when torch is imported, which is below.
+    )
     start = start_message(settings, ServerSection())
     try:
         core, ready = load(start, lambda *_: None)

@@ -34,9 +34,8 @@ def load(options: TrainOptions, folder: Path) -> tuple[Tokenizer, Decoder]:
     if options.output.resolve() == folder.resolve():
         raise OptionError(f"output {options.output} is the folder of init, expected another")
     spec = read_spec(folder)
-    only_pooled(
-        folder
-    )  # Checks conversion.json before hours of training: `export` reads it at the end.
+    # Checks conversion.json before hours of training: `export` reads it at the end.
+    only_pooled(folder)
     if options.sequence > spec.max_positions:
         raise OptionError(
             f"sequence {options.sequence} is longer than the positions of {folder}, of which "

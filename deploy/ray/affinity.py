@@ -71,7 +71,8 @@ def prefix_keys(body: bytes, owner: str = "") -> tuple[bytes, ...]:
     except (
         ValueError,
         RecursionError,
-    ):  # The server refuses both: what is no JSON, and what is nested too deeply.
+    ):
+        # The server refuses both: what is no JSON, and what is nested too deeply.
         return ()
     state = blake2b(
         f"{owner}\0{fields.get('cache_salt')}\0".encode(errors="replace"), digest_size=8

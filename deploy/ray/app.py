@@ -148,9 +148,8 @@ class Replica:
             start_new_session=True,
         )
         assert self.server.stdout is not None
-        line = await asyncio.to_thread(
-            self.server.stdout.readline
-        )  # It is written when the engine is ready.
+        # It is written when the engine is ready.
+        line = await asyncio.to_thread(self.server.stdout.readline)
         port = re.search(r":(\d+)\b(?!.*:\d)", line)
         if port is None:
             raise RuntimeError(

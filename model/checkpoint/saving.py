@@ -41,9 +41,8 @@ def write_checkpoint(folder: Path, tensors: dict[str, Tensor], config: dict[str,
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "model.safetensors"
     save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(
-        0o644
-    )  # safetensors makes it readable by its owner only; a server may run as another user.
+    # safetensors makes it readable by its owner only; a server may run as another user.
+    path.chmod(0o644)
     (folder / MANIFEST).write_text(f"{file_digest(path)}  {path.name}\n", encoding="utf-8")
     (folder / "config.json").write_text(
         json.dumps({key: value for key, value in config.items() if key != KEY}, indent=2) + "\n",

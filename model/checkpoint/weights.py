@@ -182,9 +182,8 @@ def load_decoder(
     sizes = [
         sum(checkpoint.entry(part.name).num_bytes for part in parts) for parts in names.values()
     ]
-    report(
-        "loading weights", 0, total := sum(sizes)
-    )  # Before the digests of the manifest, which take as long as reading.
+    # Before the digests of the manifest, which take as long as reading.
+    report("loading weights", 0, total := sum(sizes))
     checkpoint.verify()
     check_tied(checkpoint, spec, names["token_embedding.weight"][0])
     products.replace(decoder, dtype)

@@ -109,9 +109,8 @@ def _round_int4(weight_kn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             spread_n > 0, (BLOCK * dot_n - sum_n * total_n) / spread_n.clamp(min=1), 0.0
         )
         minimum_n = (total_n - scale_n * sum_n) / BLOCK
-        gain_n = (
-            scale_n * dot_n + minimum_n * total_n
-        )  # The squared error is that of all zeros less this.
+        # The squared error is that of all zeros less this.
+        gain_n = scale_n * dot_n + minimum_n * total_n
         better_n = gain_n > best_gain_n
         best_gain_n = torch.where(better_n, gain_n, best_gain_n)
         best_scale_n, best_minimum_n = (

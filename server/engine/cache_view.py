@@ -74,9 +74,8 @@ class CacheViews:
             ids.append(sequence.id)
             counts.append(len(pages_N) - before)
             rows.append(_row(sequence, "running", counts[-1]))
-        cells_P = np.array(
-            scheduler.allocator.kept, np.int64
-        )  # Without an owner, CACHED where it is kept, else FREE.
+        # Without an owner, CACHED where it is kept, else FREE.
+        cells_P = np.array(scheduler.allocator.kept, np.int64)
         cells_P[pages_N] = np.concatenate(positions) | np.repeat(
             np.array(ids) << OWNER_SHIFT, counts
         )

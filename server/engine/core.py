@@ -133,9 +133,8 @@ class EngineCore:
         try:
             return self.runner.run(plan)
         except MemoryError as error:
-            reason = str(
-                error
-            )  # Keeping the error would keep the tensors of the failed step alive.
+            # Keeping the error would keep the tensors of the failed step alive.
+            reason = str(error)
         return self._run_smaller(plan, reason)
 
     def _run_smaller(self, plan: StepPlan, reason: str) -> StepResult:

@@ -59,6 +59,5 @@ class KvPublisher:
                 messages = self.log.since(int.from_bytes(number), time.time())
             for message in messages:
                 self._router.send_multipart((client, b"", self._topic, *frames(*message)))
-            self._router.send_multipart(
-                (client, b"", b"", b"\xff" * 8, b"")
-            )  # The end, with number -1.
+            # The end, with number -1.
+            self._router.send_multipart((client, b"", b"", b"\xff" * 8, b""))

@@ -58,9 +58,8 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
     folder = Path(start.model)
     spec = read_spec(folder)
     _check_files(start.options.max_running)
-    files = ModelFiles(
-        folder, Path(start.tokenizer)
-    )  # Hashed in threads while torch is imported and the weights are read.
+    # Hashed in threads while torch is imported and the weights are read.
+    files = ModelFiles(folder, Path(start.tokenizer))
     _check_conversion(start, folder)
     max_context = _max_context(start, spec)
     runner = _load_runner(start, folder, spec, max_context, report)
@@ -265,9 +264,8 @@ class Worker:
             except OSError:
                 return  # The pipe is closed; the message loop ends too.
             except RuntimeError as error:
-                _end(
-                    error, self.device
-                )  # The device is broken, while nothing may be running on it.
+                # The device is broken, while nothing may be running on it.
+                _end(error, self.device)
 
         threading.Thread(target=beat, daemon=True, name="heartbeat").start()
 
@@ -296,9 +294,8 @@ class Worker:
                 num_bytes < READ_BYTES and self.pipe.poll(0)
             ):
                 if handled and not self.core.scheduler.has_work and not self.pipe.poll(0):
-                    self._report(
-                        [], 0.0
-                    )  # Idle after a cancellation: updates the gauges, as no step will.
+                    # Idle after a cancellation: updates the gauges, as no step will.
+                    self._report([], 0.0)
                     handled = False
                 data = self.pipe.recv_bytes(protocol.MAX_FRAME_BYTES)
                 num_bytes += len(data)
@@ -425,9 +422,8 @@ def _refusal(error: Exception, start: protocol.Start) -> protocol.Refused:
         return protocol.Refused(reason)
     if not isinstance(error, MemoryError):
         log.error("the model could not be loaded", exc_info=error)
-    resource = isinstance(
-        error, MemoryError | RuntimeError | ImportError
-    )  # A library that cannot be mapped is an ImportError.
+    # A library that cannot be mapped is an ImportError.
+    resource = isinstance(error, MemoryError | RuntimeError | ImportError)
     return protocol.Refused(
         f"the model could not be loaded: {reason or 'memory is exhausted'}", resource
     )
@@ -441,9 +437,8 @@ def _end(error: Exception, device: "Device | None") -> NoReturn:
     if device is not None and (words := device.failure(error)):
         log.error("%s", words)
     logging.shutdown()
-    os._exit(
-        1
-    )  # Skips the orderly release of a broken device, which can hang and would delay the restart.
+    # Skips the orderly release of a broken device, which can hang and would delay the restart.
+    os._exit(1)
 
 
 def main() -> None:
@@ -474,9 +469,8 @@ def main() -> None:
             worker = Worker(
                 pipe, core, MaskProcesses(socket.socket(fileno=int(sys.argv[2]))), device, publisher
             )
-            worker.start_heartbeat(
-                start.heartbeat_seconds
-            )  # Before Ready: an engine that cannot start a thread is refused.
+            # Before Ready: an engine that cannot start a thread is refused.
+            worker.start_heartbeat(start.heartbeat_seconds)
             report("starting to serve", 0, 0)
         except Exception as error:
             pipe.send_bytes(protocol.encode(_refusal(error, start)))

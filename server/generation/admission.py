@@ -177,9 +177,8 @@ class Admission:
                     param="n",
                 )
             self._check(usage, num_sequences, num_tokens)
-            self._check_rates(
-                usage, is_new=False
-            )  # Others may have been submitted since it was reserved.
+            # Others may have been submitted since it was reserved.
+            self._check_rates(usage, is_new=False)
 
     @contextmanager
     def counting_refusals(self) -> Iterator[None]:

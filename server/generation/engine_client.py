@@ -60,9 +60,8 @@ class EngineClient:
         """The state of the server in words."""
         if self.draining:
             return "draining"
-        if (
-            self.supervisor.state is State.READY
-        ):  # Too many requests have failed by non-finite logits if it does not accept requests.
+        # Too many requests have failed by non-finite logits if it does not accept requests.
+        if self.supervisor.state is State.READY:
             return "ready" if self.accepting else "numerical errors"
         return self.supervisor.status
 

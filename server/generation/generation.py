@@ -142,9 +142,8 @@ class Generation:
         ends |= self.codec.special_ids.intersection(map(self.codec.token_id, request.stop_strings))
         stop_token_ids = sorted({*request.stop_token_ids, *ends})
         _check_ends(request, max_new_tokens, stop_token_ids)
-        if (
-            request.sampling.choice == 0
-        ):  # Further choices of a prompt share its ids and those of all fields.
+        # Further choices of a prompt share its ids and those of all fields.
+        if request.sampling.choice == 0:
             self._check_ids(request)
         return protocol.Submit(
             id=0,

@@ -79,9 +79,8 @@ class ChoiceDetokenizer:
     def piece(self, token: protocol.Token) -> Piece:
         """The piece of a token. A stop string may set `finish` before the engine does."""
         request, index = self._request, self._choice.index
-        if (
-            request.max_new_tokens == 0
-        ):  # Only the prompt was asked for; the engine samples one token after it anyway.
+        # Only the prompt was asked for; the engine samples one token after it anyway.
+        if request.max_new_tokens == 0:
             return Piece(index, None, "", finish="length")
         ends = token.finish == "eos_token"
         # A token that ends the sequence adds no text, whether it is a special token or one of the
@@ -108,10 +107,11 @@ class ChoiceDetokenizer:
         if finish == "eos_token" and token.token in request.stop_token_ids:
             reason = token.token
         if ends and stop is None and own in request.stop_strings:
+            # A special token, which adds no text to find it in.
             finish, reason = (
                 "stop_sequence",
                 own,
-            )  # A special token, which adds no text to find it in.
+            )
         top, thought, calls = token.top, parsed.thought, parsed.calls
         return Piece(
             index,

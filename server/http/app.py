@@ -117,9 +117,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _client_disconnected(request: Request, error: Exception) -> Response:
-    return Response(
-        status_code=499
-    )  # The client has disconnected: only the access log shows this status.
+    # The client has disconnected: only the access log shows this status.
+    return Response(status_code=499)
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:

@@ -64,9 +64,8 @@ async def read_value(request: Request, max_bytes: int) -> dict[str, Any]:
         return parse(body)
     async with _turn:
         value = parse(body)
-        await asyncio.sleep(
-            0
-        )  # Inside, so that the next large body is parsed in the next turn of the event loop.
+        # Inside, so that the next large body is parsed in the next turn of the event loop.
+        await asyncio.sleep(0)
     return value
 
 
@@ -224,9 +223,8 @@ def _describe(detail: Any) -> str:
     """The message for pydantic's first error: the field, the bound, and the given value if it is a
     number.
     """
-    path = [
-        str(part) for part in detail["loc"] if not str(part).startswith("<")
-    ]  # Without tags of unions, such as <word>.
+    # Without tags of unions, such as <word>.
+    path = [str(part) for part in detail["loc"] if not str(part).startswith("<")]
     field, kind, context = (
         ".".join(printable(part) for part in path),
         detail["type"],
@@ -241,9 +239,8 @@ def _describe(detail: Any) -> str:
     if kind == "missing":
         return f"`{field}` is required"
     if kind == "value_error":
-        return str(
-            context["error"]
-        )  # Raised by a validator of the models, whose message names the field.
+        # Raised by a validator of the models, whose message names the field.
+        return str(context["error"])
     bounds = {
         "greater_than": ("must be > {gt}"),
         "greater_than_equal": ("must be >= {ge}"),

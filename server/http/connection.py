@@ -164,9 +164,8 @@ class Connection(HttpToolsProtocol):
                     if pair[0] not in (b"upgrade", b"http2-settings")
                 ]
                 self.parser = httptools.HttpRequestParser(self)
-                self.parser.set_dangerous_leniencies(
-                    lenient_data_after_close=True
-                )  # As uvicorn sets it.
+                # As uvicorn sets it.
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
                 self._head_bytes = 0
                 self.parser.feed_data(b"\r\n".join([*head, b"", b""]))
                 return data[upgrade.args[0] :]
@@ -199,9 +198,8 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
         self._in_head = True
         self._ignored_bytes = self._bytes_without_body = 0
-        if (
-            self._timer is None
-        ):  # Not the connection's first request, whose timer started with the connection.
+        # Not the connection's first request, whose timer started with the connection.
+        if self._timer is None:
             self._head_bytes = 0
             self._start_timer("head", HEAD_SECONDS)
 
@@ -328,9 +326,8 @@ class Connection(HttpToolsProtocol):
 
     def _on_timeout(self, part: str, seconds: float) -> None:
         self._timer = None
-        if (
-            self.flow.read_paused
-        ):  # The server has paused reading while it answers an earlier request.
+        # The server has paused reading while it answers an earlier request.
+        if self.flow.read_paused:
             self._start_timer(part, seconds)
             return
         answered = self.cycle is not None and self.cycle.response_complete

@@ -80,9 +80,8 @@ class JsonAnswers:
                 for part in parts:
                     made.append(part)
                     if time.monotonic() > end:
-                        await asyncio.sleep(
-                            SLICE_SECONDS
-                        )  # Inside, so that the next slice, of any answer, comes after the pause.
+                        # Inside, so that the next slice, of any answer, comes after the pause.
+                        await asyncio.sleep(SLICE_SECONDS)
                         break
                 else:
                     ended = True

@@ -125,9 +125,8 @@ class EventResponse(StreamingResponse):
         while not self._source.ended:
             while batch := self._source.take():
                 if not is_whole(batch):
-                    await asyncio.sleep(
-                        0
-                    )  # Writes to a closed connection never block: let the disconnect be noticed.
+                    # Writes to a closed connection never block: let the disconnect be noticed.
+                    await asyncio.sleep(0)
                 await self._send_part(b"".join(batch))
             if not self._source.ended:
                 self._idle = asyncio.get_running_loop().create_future()

@@ -24,9 +24,8 @@ def check_certificate(certificate: Path, key: Path) -> None:
 def reload_certificate(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
     """Reads the files again, for the connections that are made from now on."""
     try:
-        check_certificate(
-            certificate, key
-        )  # A context that refuses a key has taken the certificate already.
+        # A context that refuses a key has taken the certificate already.
+        check_certificate(certificate, key)
         _load(context, certificate, key)
         log.info("SIGHUP: the TLS certificate was read again")
     except ConfigurationError as error:

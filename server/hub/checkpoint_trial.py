@@ -35,9 +35,8 @@ def try_checkpoint(folder: Path) -> None:
     ConfigurationError, CheckpointError, or ResourceError if no process can be started.
     """
     passed = None
-    with contextlib.suppress(
-        OSError, ConfigurationError
-    ):  # Without a cache it is tried at every start.
+    # Without a cache it is tried at every start.
+    with contextlib.suppress(OSError, ConfigurationError):
         passed = cache_folder() / "passed" / _digest(folder)
         if passed.exists():
             return

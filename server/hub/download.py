@@ -56,9 +56,8 @@ def resolved(settings: Settings, check: Check) -> Settings:
 
     def check_all(folder: Path) -> None:
         if folder.is_dir():
-            check(
-                folder
-            )  # Before the tokenizer: a model that cannot be served should be refused first.
+            # Before the tokenizer: a model that cannot be served should be refused first.
+            check(folder)
         tokenizer_path(folder)
 
     folder = resolve(settings.model, check=check_all)
@@ -91,9 +90,8 @@ def resolve(
         return checkpoint_folder(repository.fetch_gguf(file))
     if not weights:
         return folder
-    if check is not None and not _has_files(
-        folder, WEIGHTS[:1]
-    ):  # With cached weights nothing is saved: the caller checks then.
+    # With cached weights nothing is saved: the caller checks then.
+    if check is not None and not _has_files(folder, WEIGHTS[:1]):
         try:
             check(folder)
         except (ConfigurationError, CheckpointError) as error:
@@ -222,10 +220,11 @@ class Repository:
         from huggingface_hub import HfApi
 
         log.info("%s: looking it up on the Hugging Face hub", self.name)
+        # The HTTP client logs all URLs, also signed ones that permit a download.
         for client in (
             "httpx",
             "httpx2",
-        ):  # The HTTP client logs all URLs, also signed ones that permit a download.
+        ):
             logging.getLogger(client).setLevel(logging.WARNING)
         with _interruptible():
             # snapshot_download sends the same request, but without a timeout.

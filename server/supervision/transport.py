@@ -76,9 +76,8 @@ class EngineProcess:
         self._outbox: queue.SimpleQueue[protocol.ToEngine | None] = queue.SimpleQueue()
         self._frames = Frames()
         self._pipe, theirs = Pipe(duplex=True)
-        with (
-            theirs
-        ):  # The child holds the only copy afterwards, so the pipe ends when the child does.
+        # The child holds the only copy afterwards, so the pipe ends when the child does.
+        with theirs:
             descriptors = theirs.fileno(), grammars.fileno()
             # A process group of its own: Ctrl-C in a terminal must reach only this process, which
             # drains first.
@@ -159,17 +158,15 @@ class EngineProcess:
     def _deliver(self, message: protocol.FromEngine) -> None:
         try:
             self._on_message(message)
-        except (
-            Exception
-        ):  # The messages after this one belong to other requests and are still delivered.
+        except Exception:
+            # The messages after this one belong to other requests and are still delivered.
             log.exception("a message from the engine could not be handled")
 
     def _write(self) -> None:
         try:
             while (message := self._outbox.get()) is not None:
-                with contextlib.suppress(
-                    OSError
-                ):  # The engine has exited; the reading side detects that.
+                # The engine has exited; the reading side detects that.
+                with contextlib.suppress(OSError):
                     self._pipe.send_bytes(protocol.encode(message))
         except Exception:
             log.exception("a message to the engine could not be sent")

@@ -27,9 +27,8 @@ prompt."""
 
 
 def main() -> None:
-    os.putenv(
-        "RAYON_NUM_THREADS", "1"
-    )  # Each thread of a Rust library would reserve 64 MiB of address space.
+    # Each thread of a Rust library would reserve 64 MiB of address space.
+    os.putenv("RAYON_NUM_THREADS", "1")
     for kind, most in (
         (resource.RLIMIT_CPU, SECONDS),
         (resource.RLIMIT_AS, MEMORY_BYTES),

@@ -176,9 +176,8 @@ class TextCodec:
             encoding = self.tokenizer.encode(text, add_special_tokens=with_post_processor)
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
-        except (
-            BaseException
-        ):  # The library raises Exception itself, and its panics are BaseExceptions.
+        except BaseException:
+            # The library raises Exception itself, and its panics are BaseExceptions.
             raise InvalidRequest(
                 "the model's tokenizer fails on this text", code="tokenization_failed"
             ) from None

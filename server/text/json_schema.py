@@ -389,9 +389,8 @@ def _bound_digits(prepared: Node) -> None:
         # All such properties share one rule of the grammar, whose size is bounded.
         prepared["$ref"] = f"#/$defs/{prepared.pop('type')}"
     elif kind == "number" and "multipleOf" not in prepared:
-        if not (
-            low and high and max(low) + 1e-9 > min(high)
-        ):  # Else there may be none of few digits.
+        # Else there may be none of few digits.
+        if not (low and high and max(low) + 1e-9 > min(high)):
             _combine(prepared, {"anyOf": NUMBERS})
     else:
         if not low:

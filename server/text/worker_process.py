@@ -254,9 +254,8 @@ def run(texts: Texts, control: socket.socket, jobs: socket.socket, grammars: soc
     """The life of the forking process: says Loaded over `control`, then forks children until it is
     ended.
     """
-    logging.getLogger().handlers = [
-        logging.NullHandler()
-    ]  # The API process's are written by a thread of it.
+    # The API process's are written by a thread of it.
+    logging.getLogger().handlers = [logging.NullHandler()]
     try:
         loaded = _try_template(texts)
     except ConfigurationError as error:

@@ -102,9 +102,8 @@ class Workers:
         if self._forker is not None:
             try:
                 ended = os.waitpid(self._forker, options)[0] != 0
-            except (
-                ChildProcessError
-            ):  # Where SIGCHLD is ignored, nothing is left of a process that has ended.
+            except ChildProcessError:
+                # Where SIGCHLD is ignored, nothing is left of a process that has ended.
                 ended = True
             if ended:
                 self._forker = None
@@ -186,9 +185,8 @@ class Workers:
                 await asyncio.sleep(FORK_PAUSE * losses)
             except _Lost:
                 losses += 1
-                if (
-                    losses > 1
-                ):  # What allocates too much is ended by its library, without an outcome.
+                # What allocates too much is ended by its library, without an outcome.
+                if losses > 1:
                     raise job.refusal(_MEMORY) from None
 
     async def _attempt(self, ticket: Ticket, job: AnyJob, seconds: float) -> Outcome | None:
@@ -261,9 +259,8 @@ async def _read_outcome(reader: asyncio.StreamReader) -> Outcome:
 def _processor_seconds(pid: int) -> float:
     """Processor time that a process has used; 0 if it has ended."""
     try:
-        return time.clock_gettime(
-            ~pid << 3 | 2
-        )  # Linux's clock of a process, as clock_getcpuclockid gives it.
+        # Linux's clock of a process, as clock_getcpuclockid gives it.
+        return time.clock_gettime(~pid << 3 | 2)
     except OSError:
         return 0.0
 

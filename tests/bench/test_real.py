@@ -54,10 +54,11 @@ def test_perplexities_are_judged_by_llama_cpp_s(
     theirs = ours
     checks = {check.what: check for check in measures.perplexities(subject)}
     assert checks["float32 as llama.cpp's F32, within 0.1 %"].holds
+    # The other types were written already.
     assert len(asked) == 8 and asked[-1] == (
         "weights.gguf",
         "perplexity",
-    )  # The other types were written already.
+    )
 
 
 def test_speeds_are_medians_of_ratios_in_turns(

@@ -69,9 +69,8 @@ class Load:
                 "ignore_eos": True,
             }
             leaves_after = rng.randint(0, 100) if rng.random() < 0.3 else None
-            with suppress(
-                OSError, EOFError, AssertionError
-            ):  # The engine or the connection may be taken away, which is another test's matter.
+            # The engine or the connection may be taken away, which is another test's matter.
+            with suppress(OSError, EOFError, AssertionError):
                 self._read(
                     Stream(
                         self._port, "/generate_stream", {"inputs": prompt, "parameters": parameters}

@@ -317,9 +317,8 @@ def test_texts_of_the_stream_are_text(small: ServerProcess, open_page: OpenPage)
     server refuses or never has, too.
     """
     stats, body = stats_of(small), ""
-    page = open_page(
-        small.port, "ui/icon.svg", expected=("status of 404",)
-    )  # The browser asks for /favicon.ico.
+    # The browser asks for /favicon.ico.
+    page = open_page(small.port, "ui/icon.svg", expected=("status of 404",))
     page.route(
         "**/monitor", lambda route: route.fulfill(content_type="text/event-stream", body=body)
     )
@@ -440,10 +439,11 @@ def test_quantiles_are_those_of_the_values_between_two_events(
     small: ServerProcess, open_map: OpenPage
 ) -> None:
     page = open_map(small.port)
+    # Ten values up to 2, then ten up to 4, as bounds are 1, 2 and 4.
     before, after = (
         [5, 5, 5, 5],
         [5, 15, 15, 5],
-    )  # Ten values up to 2, then ten up to 4, as bounds are 1, 2 and 4.
+    )
     script = (
         "async (counts) => (await import(new URL('ui/plots.js', "
         "document.baseURI).href)).quantile(...counts)"

@@ -178,9 +178,8 @@ def test_messages_tools_and_reasoning_are_text(
 
 
 def test_the_models_name_and_schemas_are_text(open_page: OpenPage, server: ServerProcess) -> None:
-    page = open_page(
-        server.port, "ui/icon.svg", expected=("status of 404",)
-    )  # The browser asks for /favicon.ico.
+    # The browser asks for /favicon.ico.
+    page = open_page(server.port, "ui/icon.svg", expected=("status of 404",))
     document = json.loads(server.get("/openapi.json")[1])
     text = ""
     page.route(

@@ -287,9 +287,8 @@ def test_results_are_asked_for_as_long_as_they_can_be_sent(
     mode = Mode(page, "chat").write("What is the weather?").run()
     expect(page.get_by_role("button", name="Send results")).to_have_count(1)
     mode.write("Never mind.").run(2)
-    expect(page.get_by_role("button", name="Send results")).to_have_count(
-        1
-    )  # Only the last answer's.
+    # Only the last answer's.
+    expect(page.get_by_role("button", name="Send results")).to_have_count(1)
     expect(mode.panes.first.get_by_label("Result of weather")).to_be_disabled()
     expect(mode.panes.last.get_by_label("Result of weather")).to_be_enabled()
 

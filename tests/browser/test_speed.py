@@ -19,9 +19,8 @@ FIRST_PAINT_SECONDS = 1.0
 
 def test_the_first_paint_and_the_bytes(open_page: OpenPage, server: ServerProcess) -> None:
     """In a browser that has nothing in its cache."""
-    page = open_page(
-        server.port, "live", expected=("status of 404",)
-    )  # The browser asks for /favicon.ico.
+    # The browser asks for /favicon.ico.
+    page = open_page(server.port, "live", expected=("status of 404",))
     sizes: dict[str, int] = {}
     page.on(
         "requestfinished",

@@ -79,9 +79,8 @@ def test_twins_have_equally_many_parameters(hidden_size: int, num_heads: int, ml
             counts.append(
                 sum(p.numel() for p in kind(replace(spec, intermediate_size=width)).parameters())
             )
-    assert abs(counts[0] - counts[1]) <= spec.num_layers * (
-        hidden_size + 1
-    )  # Half a unit of width in each layer.
+    # Half a unit of width in each layer.
+    assert abs(counts[0] - counts[1]) <= spec.num_layers * (hidden_size + 1)
 
 
 def test_a_cut_twin_goes_on_where_it_stopped(tmp_path: Path) -> None:

@@ -669,9 +669,8 @@ def test_a_state_of_other_weights_in_the_same_folder_is_not_resumed(
     options = pooled.training(tmp_path).model_copy(update=dict(init=init))
     train.train(options)
     written = tensors_of(options.output)
-    train.train(
-        options.model_copy(update=dict(output=tmp_path / "again"))
-    )  # The state is done; the same weights come out.
+    # The state is done; the same weights come out.
+    train.train(options.model_copy(update=dict(output=tmp_path / "again")))
     assert all(
         torch.equal(value, written[name]) for name, value in tensors_of(tmp_path / "again").items()
     )

@@ -164,9 +164,8 @@ def test_a_sentencepiece_model_is_read_as_sentencepiece_does(
     folder = describe(tmp_path / "a", model_type, LLAMA)
     made = convert(folder)
     processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    texts = [
-        text for text in TEXTS if not text.startswith(" ")
-    ]  # There the library has its own way.
+    # There the library has its own way.
+    texts = [text for text in TEXTS if not text.startswith(" ")]
     assert [made.encode(text).ids for text in texts] == [
         [processor.bos_id(), *processor.encode(text)] for text in texts
     ]

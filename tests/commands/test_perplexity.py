@@ -30,9 +30,8 @@ def oracle_perplexity(oracle: Any, windows: list[list[int]]) -> float:
     return math.exp(sum(losses) / sum(len(window) - 1 for window in windows))
 
 
-@pytest.mark.parametrize(
-    "length", [32, 301]
-)  # The second is more than a step, and more than the model's sliding window.
+# The second is more than a step, and more than the model's sliding window.
+@pytest.mark.parametrize("length", [32, 301])
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_perplexity_is_that_of_transformers(
     length: int,

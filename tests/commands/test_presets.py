@@ -44,9 +44,8 @@ def test_a_preset_without_a_gpu_serves_the_embedded_model(name: str) -> None:
         "onehead bench --offline",
     )
     _, ready = load_engine(settings)
-    assert (
-        ready.device == "cpu" and ready.capacity == ready.max_context
-    )  # The cache holds the longest request.
+    # The cache holds the longest request.
+    assert ready.device == "cpu" and ready.capacity == ready.max_context
     assert ready.deterministic or name != "deterministic"
 
 

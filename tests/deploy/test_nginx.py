@@ -45,9 +45,8 @@ def test_an_event_passes_at_once(front: SimpleNamespace) -> None:
     stream = Stream(front.port, "/generate", body("import os"))
     wait_until(lambda: front.server.metric("onehead_generation_tokens_total") > before, "a token")
     engine = front.server.engine_pid
-    os.kill(
-        engine, signal.SIGSTOP
-    )  # No event follows that could push the first ones out of a buffer.
+    # No event follows that could push the first ones out of a buffer.
+    os.kill(engine, signal.SIGSTOP)
     try:
         events = stream.response().events()
         assert "token" in (next(events).data or "")

@@ -107,9 +107,8 @@ def recovery_takes_too_long(scene: Scene) -> None:
     started = scene.ask_all(scene.asks(4, 200, stream=True))
     for exchange in started:
         exchange.reach(3)
-    queued = scene.ask_all(
-        scene.asks(4, 200, extra={})
-    )  # What is resumable has its status at once.
+    # What is resumable has its status at once.
+    queued = scene.ask_all(scene.asks(4, 200, extra={}))
     wait_until(lambda: scene.server.metric("onehead_requests_waiting") == 4, "the others wait")
     with scene.watched():
         scene.kill_engine()

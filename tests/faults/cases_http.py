@@ -107,9 +107,8 @@ def exchange(scene: Scene, raw: Raw) -> None:
     """Sends, and reads every answer to the end."""
     scene.history.act("raw", what=raw.what, bytes=raw.data[:300].decode("latin-1"))
     with socket.create_connection(("127.0.0.1", scene.server.port), timeout=PATIENCE) as connection:
-        with contextlib.suppress(
-            ConnectionError
-        ):  # It may have heard enough before it has heard all.
+        # It may have heard enough before it has heard all.
+        with contextlib.suppress(ConnectionError):
             connection.sendall(raw.data)
         wire = Wire(connection)
         for expected in raw.statuses:

@@ -105,9 +105,8 @@ def requests(records: list[dict[str, Any]]) -> list[Told]:
             told[record["request"]] = Told(record["request"], record)
         elif number in told and kind == "event":
             told[number].events.append(record)
-        elif (
-            number in told and kind in ("head", "end", "oracle") and record.get("status") != 204
-        ):  # Nothing is left to be told.
+        elif number in told and kind in ("head", "end", "oracle") and record.get("status") != 204:
+            # Nothing is left to be told.
             setattr(told[number], kind, record)
     return list(told.values())
 

@@ -320,9 +320,8 @@ def test_cache_sizes(tiny_checkpoint: TinyCheckpoint) -> None:
 
 @torch.inference_mode()
 def test_a_row_with_a_numerical_error_fails_alone_and_leaves_clean_pages(tmp_path: Path) -> None:
-    untied = make_checkpoint(
-        SHAPES[3], tmp_path
-    )  # Its head is its own, so a broken embedding breaks one token alone.
+    # Its head is its own, so a broken embedding breaks one token alone.
+    untied = make_checkpoint(SHAPES[3], tmp_path)
     runner = make_runner(untied, num_pages=6)
     table = runner.decoder.token_embedding
     broken_row = torch.full((1, runner.decoder.spec.hidden_size), torch.nan)

@@ -35,9 +35,8 @@ def test_an_address_is_free_once_its_server_has_ended_though_connections_linger(
     with bind("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)), listener.accept()[0] as connection:
-            connection.shutdown(
-                socket.SHUT_RDWR
-            )  # The server closes first, so that its side stays in TIME_WAIT.
+            # The server closes first, so that its side stays in TIME_WAIT.
+            connection.shutdown(socket.SHUT_RDWR)
     bind("127.0.0.1", port).close()
 
 

@@ -57,9 +57,8 @@ def written(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list
     server.process.send_signal(signal.SIGTERM)
     out, errors = server.process.communicate(timeout=60)
     assert server.process.returncode == 0
-    return [
-        json.loads(line) for line in (server.first_line + out + errors).splitlines()
-    ]  # No line of another kind among them.
+    # No line of another kind among them.
+    return [json.loads(line) for line in (server.first_line + out + errors).splitlines()]
 
 
 def test_the_line_that_says_where_is_json_too(written: list[dict[str, Any]]) -> None:

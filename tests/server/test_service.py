@@ -30,8 +30,7 @@ def test_the_oom_killer_is_named_where_the_kernel_counts_it(
     engine: Any = SimpleNamespace(_num_oom_kills=before)
     ended: list[int] = []
     SupervisedEngine._on_exit(engine, ended.append, status)
-    SupervisedEngine._on_exit(
-        engine, ended.append, status
-    )  # Of the next engine, without another such end.
+    # Of the next engine, without another such end.
+    SupervisedEngine._on_exit(engine, ended.append, status)
     assert ended == [status] * 2
     assert caplog.text.count("OOM killer") == caplog.text.count("lower cache.memory") == int(named)

@@ -259,9 +259,8 @@ class FaultyRunner(Immediate):
     def _with(self, faults: dict[int, tuple[Row, str]], result: StepResult) -> StepResult:
         drawn, accepted = list(result.drawn), dict(result.accepted)
         for i, (row, fault) in faults.items():
-            if (
-                fault == "nan"
-            ):  # Wherever in the row it is: its numbers reach the others through masked slots.
+            # Wherever in the row it is: its numbers reach the others through masked slots.
+            if fault == "nan":
                 self.poisoned.spoil(row, self.layout)
             place = (
                 0

@@ -146,9 +146,8 @@ class EngineRun:
         """EngineProcess.send, applied at once. Messages to a dead engine are dropped."""
         if self.ended:
             return
-        message = protocol.decode_to_engine(
-            protocol.encode(message)
-        )  # What cannot cross the pipe must fail here too.
+        # What cannot cross the pipe must fail here too.
+        message = protocol.decode_to_engine(protocol.encode(message))
         if isinstance(message, protocol.Submit):
             self.engine.submits.append(message)
             self.open[message.id] = message

@@ -77,9 +77,8 @@ def problems(expression: str, series: dict[str, set[str]]) -> list[str]:
     labels = {
         label for group in _GROUPING.findall(expression) for label in re.findall(r"\w+", group)
     }
-    known = OF_THE_SCRAPE.union(
-        *series.values(), {"key"}
-    )  # Of keys with a name, which a server may lack.
+    # Of keys with a name, which a server may lack.
+    known = OF_THE_SCRAPE.union(*series.values(), {"key"})
     return found + [f"no metric has the label {label}" for label in sorted(labels - known)]
 
 

@@ -67,9 +67,8 @@ class Cluster:
 
     def __init__(self, log: Path, **arguments: object) -> None:
         self.log, self.port, self._arguments = log, free_port(), arguments
-        self._folder = Path(
-            tempfile.mkdtemp(prefix="ray", dir="/tmp")
-        )  # The paths of its sockets must be short.
+        # The paths of its sockets must be short.
+        self._folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
         self._ray_port = free_port()
         self._environment = os.environ | {
             "PYTHONPATH": str(ROOT),

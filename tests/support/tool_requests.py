@@ -138,9 +138,8 @@ class ToolRequests:
         while (
             response := await self._client.post("/v1/chat/completions", json=body)
         ).status_code == 429:
-            await asyncio.sleep(
-                int(response.headers["retry-after"])
-            )  # Too much is being compiled at once.
+            # Too much is being compiled at once.
+            await asyncio.sleep(int(response.headers["retry-after"]))
         if response.status_code != 200:
             findings.counts["refused"] += 1
             findings.wrong.append(f"seed {seed}: {response.status_code} {response.text[:300]}")

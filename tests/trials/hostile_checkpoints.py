@@ -290,9 +290,8 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as scratch:
                 folder = Path(shutil.copytree(EMBEDDED, Path(scratch) / "model"))
                 change(folder)
-                if command == "convert" and not name.endswith(
-                    ": config.json"
-                ):  # A model that has several heads to convert.
+                # A model that has several heads to convert.
+                if command == "convert" and not name.endswith(": config.json"):
                     with contextlib.suppress(OSError, ValueError):
                         values("config.json", multi_query=False)(folder)
                 result = {"command": command, "case": name} | run(command, folder, Path(scratch))

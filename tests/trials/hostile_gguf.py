@@ -323,9 +323,8 @@ def load(path: Path) -> str:
         )
     except CheckpointError as error:
         return str(error)
-    signal.setitimer(
-        signal.ITIMER_PROF, 0
-    )  # The package takes seconds and gigabytes for a million strings.
+    # The package takes seconds and gigabytes for a million strings.
+    signal.setitimer(signal.ITIMER_PROF, 0)
     resource.setrlimit(resource.RLIMIT_AS, (resource.getrlimit(resource.RLIMIT_AS)[1],) * 2)
     data = path.read_bytes()
     for item in GGUFReader(path).tensors:

@@ -48,9 +48,8 @@ class Connection:
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=ANSWER_SECONDS)
         self._wire = Wire(self._socket)
         self._method = request.split(b" ", 1)[0].decode("latin-1")
-        with contextlib.suppress(
-            ConnectionError
-        ):  # The server may refuse a request before it has read all of it.
+        # The server may refuse a request before it has read all of it.
+        with contextlib.suppress(ConnectionError):
             self._socket.sendall(request)
 
     def response(self) -> Response:

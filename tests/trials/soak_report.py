@@ -108,9 +108,8 @@ def engines_of(series: Series) -> list[Slope]:
     alone.
     """
     began, at_age, around = [], [], min(2 * AGE_BIN, series.same_age / 2)
-    for number, (start, end) in list(enumerate(series.lives))[
-        1:
-    ]:  # The first is as old as the calibration before the run.
+    # The first is as old as the calibration before the run.
+    for number, (start, end) in list(enumerate(series.lives))[1:]:
         ages = [
             sample["engine_rss"] / MIB
             for sample in series.samples

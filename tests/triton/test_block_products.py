@@ -231,9 +231,8 @@ def test_what_is_not_finite_stays_in_its_row_and_column(form: BlockFormat) -> No
     x_TI = rows_of(20, 200)
     before = layer(x_TI)
     x_TI[3, 7] = torch.nan
-    layer.set_blocks(
-        69, torch.full((1, form.row_bytes(200)), 255, dtype=torch.uint8)
-    )  # Scales of NaN.
+    # Scales of NaN.
+    layer.set_blocks(69, torch.full((1, form.row_bytes(200)), 255, dtype=torch.uint8))
     after = layer(x_TI)
     assert after[3].isnan().all() and after[:, 69].isnan().all()
     kept = [i for i in range(20) if i != 3]

@@ -177,9 +177,8 @@ def test_a_layer_launches_what_it_needs(
     assert 2 * len(singles) == len(others) and sum(
         names.count("attention") for names in others
     ) == 3 * len(singles)
-    unfused = [
-        name for name in outside_attention(singles, 1) if name != "gelu"
-    ]  # Any activation is applied in ours.
+    # Any activation is applied in ours.
+    unfused = [name for name in outside_attention(singles, 1) if name != "gelu"]
     assert unfused == ["one_row" if name in CUBLAS else name for name in expected if name != "gelu"]
 
 

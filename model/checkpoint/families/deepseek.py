@@ -29,9 +29,8 @@ def _experts(config: Config, is_v3: bool, num_layers: int) -> Experts | None:
     ):
         raise config.wrong("topk_method", "noaux_tc" if is_v3 else "greedy or group_limited_greedy")
     grouped = is_v3 or method == "group_limited_greedy"
-    normalised = config.flag(
-        "norm_topk_prob", is_v3 and "norm_topk_prob" not in config.values
-    )  # Null means false.
+    # Null means false.
+    normalised = config.flag("norm_topk_prob", is_v3 and "norm_topk_prob" not in config.values)
     if normalised and not is_v3:
         # DeepSeek's own code divides by the sum and then leaves out the scale; transformers' does
         # neither. None is published.

@@ -209,8 +209,7 @@ class LlamaCppCompletionBody(LlamaCppBody):
         return self
 
     async def prompts(self, generation: Generation, client: str) -> list[Filling]:
-        texts = [
-            prompt for prompt in self.prompt if isinstance(prompt, str)
-        ]  # All of them or none.
+        # All of them or none.
+        texts = [prompt for prompt in self.prompt if isinstance(prompt, str)]
         made: list[Filling] = await generation.tokenize(Prompts(texts), client) if texts else []
         return made or [Filling(prompt) for prompt in self.prompt if not isinstance(prompt, str)]

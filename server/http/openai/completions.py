@@ -53,9 +53,8 @@ class CompletionReply(OpenAIReply):
         generation: Generation, body: CompletionBody, client: str
     ) -> list[tuple[Request, str]]:
         """For each prompt its internal request, and its text for `echo`. Raises RequestError."""
-        common = await body.request(
-            generation, client, []
-        )  # Once: a list of token ids may be long, and the prompts many.
+        # Once: a list of token ids may be long, and the prompts many.
+        common = await body.request(generation, client, [])
         texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
         job = Prompts(
             texts,

@@ -47,9 +47,8 @@ def file_routes() -> list[Route]:
             raise NotFound("no such file of the playground")
         tag = f'W/"{hashlib.sha256(files[name].plain).hexdigest()[:32]}"'
         headers = {**HEADERS, "etag": tag}
-        if (
-            "sec-fetch-dest" in http.headers
-        ):  # A secure context: in others a browser logs that it ignores the policy.
+        # A secure context: in others a browser logs that it ignores the policy.
+        if "sec-fetch-dest" in http.headers:
             headers["cross-origin-opener-policy"] = "same-origin"
         if tag in http.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers | {"vary": "accept-encoding"})
@@ -58,9 +57,8 @@ def file_routes() -> list[Route]:
     async def page(http: Request) -> Response:
         """Show the playground."""
         path = http.scope.get("raw_path", b"/").decode("latin-1")
-        if not path.endswith(
-            "/"
-        ):  # server.root_path alone: relative URLs of the page would leave out its last part.
+        # server.root_path alone: relative URLs of the page would leave out its last part.
+        if not path.endswith("/"):
             return RedirectResponse(f"{path.rpartition('/')[2]}/")
         return answer(http, "index.html")
 

@@ -141,9 +141,8 @@ def test_figures_of_outcomes_worked_out_by_hand() -> None:
     assert found["inter_token_latency"] == pytest.approx(
         {"mean": 0.5, "p50": 0.375, "p90": 0.85, "p99": 0.985, "max": 1.0},
     )
-    assert (
-        found["e2e_latency"]["max"] == 4.0
-    )  # From the intended time 1.0, though it was sent at 1.5.
+    # From the intended time 1.0, though it was sent at 1.5.
+    assert found["e2e_latency"]["max"] == 4.0
 
 
 def test_figures_where_nothing_came_back() -> None:
@@ -167,9 +166,10 @@ async def test_latencies_are_the_server_s_delays(monkeypatch: pytest.MonkeyPatch
         for delay, event in zip((0.5, 0.25, 0.125), exchange.events(3), strict=True):
             clock.now += delay
             await exchange.send(event)
+            # The client, in the same loop, reads it before the clock goes on.
             await asyncio.sleep(
                 0.01,
-            )  # The client, in the same loop, reads it before the clock goes on.
+            )
         clock.now += 1.0
         await exchange.send(b"")
 
@@ -222,9 +222,8 @@ async def test_open_loop_sends_without_waiting_for_replies() -> None:
         arrived += 1
         if arrived == 5:
             all_there.set()
-        await (
-            all_there.wait()
-        )  # A client that waited for the first reply would never send the fifth.
+        # A client that waited for the first reply would never send the fifth.
+        await all_there.wait()
         await exchange.answer()
 
     load = Load("", arrivals=(0.0, 0.01, 0.01, 0.02, 0.03))
@@ -411,9 +410,8 @@ def test_no_figure_is_cut_at_the_width_of_a_terminal(width: int) -> None:
     )
     assert "TTFT" in text and text.count("12.35 /") == 2 and text.count("0.333333/s") == 3
     if width >= 80:
-        assert all(
-            len(line.split("/")) > 2 for line in text.splitlines() if "98765400" in line
-        )  # Each run in one line.
+        # Each run in one line.
+        assert all(len(line.split("/")) > 2 for line in text.splitlines() if "98765400" in line)
 
 
 async def interrupt(bench_run: Coroutine[Any, Any, int], until: Callable[[], bool]) -> int:
@@ -437,9 +435,8 @@ async def test_an_interrupted_bench_shows_what_it_has_and_writes_nothing(
 
     async def some(exchange: Exchange) -> None:
         answered[0] += 1
-        await (
-            exchange.answer() if answered[0] < 8 else exchange.reader.read()
-        )  # To the end of the connection.
+        # To the end of the connection.
+        await (exchange.answer() if answered[0] < 8 else exchange.reader.read())
 
     async with serving(some) as url:
         bench_run = bench(settings_for(url, concurrency=[1, 1, 2], output=output))

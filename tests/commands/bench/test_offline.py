@@ -86,9 +86,8 @@ def test_every_request_gets_its_tokens_and_clients_stay_busy() -> None:
     )
     assert [outcome.failure for outcome in outcomes] == [None] * 9 and len(ended) == 9
     assert all(outcome.token_ids == [7] * 5 and outcome.input_length == 20 for outcome in outcomes)
-    assert (
-        max(model.rows) == 3 and sum(model.rows) == 9 * 5
-    )  # A prompt of 20 and the four tokens after its first, a row each.
+    # A prompt of 20 and the four tokens after its first, a row each.
+    assert max(model.rows) == 3 and sum(model.rows) == 9 * 5
     assert len(steps.host) == len(steps.compute) == len(model.rows) and min(steps.host) > 0
     assert (
         core.runner is model and core.scheduler.take_started() == [] and not core.scheduler.has_work

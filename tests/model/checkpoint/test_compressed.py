@@ -50,9 +50,8 @@ def test_weights_are_exact_in_float32(
 ) -> None:
     folder, twin = folders
     make_compressed(folder, twin, size, symmetric, dtype, packs_table=size == 64)
-    monkeypatch.setattr(
-        "model.checkpoint.weights.BLOCK_ELEMENTS", 3 * 128
-    )  # Blocks that begin within a word of zero points.
+    # Blocks that begin within a word of zero points.
+    monkeypatch.setattr("model.checkpoint.weights.BLOCK_ELEMENTS", 3 * 128)
     ours, theirs = load(folder).state_dict(), load(twin).state_dict()
     assert ours.keys() == theirs.keys() and all(
         torch.equal(ours[name], theirs[name]) for name in ours

@@ -92,9 +92,8 @@ def test_what_cannot_be_turned_is_refused_at_once(
     begin = time.monotonic()
     with pytest.raises(CheckpointError, match=message):
         spec_of(tmp_path, **LLAMA | changes)
-    assert (
-        time.monotonic() - begin < 30
-    )  # Lists of a lying config's length would take minutes and gigabytes.
+    # Lists of a lying config's length would take minutes and gigabytes.
+    assert time.monotonic() - begin < 30
 
 
 def test_a_value_of_any_length_makes_a_short_message(tmp_path: Path) -> None:

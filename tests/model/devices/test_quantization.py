@@ -30,9 +30,10 @@ def make_runner(folder: Path, quantization: str) -> ModelRunner:
 def test_a_numerical_error_fails_its_row_alone(tmp_path: Path) -> None:
     runner = make_runner(make_checkpoint(SHAPES[3], tmp_path).folder, "int8")
     embedding: Any = runner.decoder.token_embedding
+    # Scales of NaN.
     embedding.set_blocks(
         7, torch.full((1, embedding.form.row_bytes(embedding.shape[1])), 255, dtype=torch.uint8)
-    )  # Scales of NaN.
+    )
     sample = Sample(Sampling(temperature=0.0), [1], [])
     broken, fine = runner.run(
         StepPlan(
@@ -88,6 +89,5 @@ def test_torch_and_the_kernels_say_the_same(kind: str, monkeypatch: pytest.Monke
     (by_torch,) = runner.run(plan).drawn
     assert isinstance(runner.decoder.token_embedding, BlockMatrix) and not runner.deterministic
     assert isinstance(native, SampledToken) and isinstance(by_torch, SampledToken)
-    assert (
-        native.token == by_torch.token and abs(native.logprob - by_torch.logprob) < 0.02
-    )  # Norms differ in their last bits.
+    # Norms differ in their last bits.
+    assert native.token == by_torch.token and abs(native.logprob - by_torch.logprob) < 0.02

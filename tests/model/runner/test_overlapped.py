@@ -171,9 +171,8 @@ def test_a_step_larger_than_any_captured_is_launched_piece_by_piece(tmp_path: Pa
     stream = RecordingStream()
     core = overlapped(tmp_path, stream, captured=False)
     runner = core.runner
-    assert (
-        isinstance(runner, ModelRunner) and runner.capture(PAGE) == 9
-    )  # 1 to 64 rows; contexts of a page.
+    # 1 to 64 rows; contexts of a page.
+    assert isinstance(runner, ModelRunner) and runner.capture(PAGE) == 9
     core.scheduler.submit(0, [5, 6, 7], 40, Sampling(temperature=0.0))
     finish(core)
     # The prompt, and tokens up to the end of the first page.

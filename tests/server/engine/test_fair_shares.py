@@ -239,10 +239,11 @@ def test_who_has_another_preempted_pays_for_what_is_computed_again() -> None:
     """Else a client with many tiny requests could have another compute the same tokens for ever."""
     demand = Demand([ALICE, BOB], 7, max_running=2, num_pages=60)
     demand.lengths["alice"] = 60, 100
+    # Its pages displace those that were kept for the other client's sequences.
     demand.lengths["bob"] = (
         100,
         1,
-    )  # Its pages displace those that were kept for the other client's sequences.
+    )
     for _ in range(2000):
         demand.step([ALICE, BOB])
     accounts = demand.scheduler._shares.accounts

@@ -112,9 +112,8 @@ def test_layers_with_a_window_need_only_its_pages() -> None:
     whole, windowed = cache.prefixes.prefix(blocks)
     assert DROPPED not in whole and windowed[:2] == [DROPPED] * 2 and DROPPED not in windowed[2:]
     table.release()
-    while (
-        cache.found(tokens) == 4
-    ):  # Until a page that the window needs is gone; an older one is of no use here.
+    # Until a page that the window needs is gone; an older one is of no use here.
+    while cache.found(tokens) == 4:
         cache.allocator.allocate(1)
     assert cache.integrity() == [] and cache.found(tokens) < 4
 

@@ -200,9 +200,8 @@ class History:
         min_new = 0 if forces else min_new  # A grammar decides where its output ends.
         self.requests[id] = prompt, max_new, min_new, stops, forces
         done = self.expected(id)[:-1]
-        done = (
-            done[: rng.randint(0, len(done))] if rng.random() < 0.2 else []
-        )  # As after the death of another engine.
+        # As after the death of another engine.
+        done = done[: rng.randint(0, len(done))] if rng.random() < 0.2 else []
         scores = not done and rng.random() < 0.3
         self.scored[id] = [] if scores else None
         try:
@@ -353,9 +352,8 @@ def test_arrival_order_decides_who_starts_and_who_is_preempted() -> None:
     plan = scheduler.plan()
     assert [row.sequence for row in plan.rows] == [0, 1]
     scheduler.commit(plan, StepResult((SampledToken(9, 0.0), SampledToken(9, 0.0))))
-    plan = (
-        scheduler.plan()
-    )  # 0 takes a third page; 1, the youngest, finds none for its second token and makes way.
+    # 0 takes a third page; 1, the youngest, finds none for its second token and makes way.
+    plan = scheduler.plan()
     assert (
         [row.sequence for row in plan.rows] == [0]
         and list(scheduler.waiting) == [1]
@@ -464,9 +462,8 @@ def test_a_page_to_spare_for_each_that_runs_or_the_newcomer_waits() -> None:
         Limits(num_pages=6, layout=one_group(4), max_context=100, max_running=4, step_tokens=32)
     )
     for id in range(3):
-        scheduler.submit(
-            id, [id] * 7, 2, Sampling()
-        )  # Two pages each: the third would leave none to grow into.
+        # Two pages each: the third would leave none to grow into.
+        scheduler.submit(id, [id] * 7, 2, Sampling())
     assert [row.sequence for row in scheduler.plan().rows] == [0, 1]
 
 

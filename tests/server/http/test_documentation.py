@@ -562,14 +562,14 @@ async def test_every_error_of_generation_is_documented(
         for kind in vars(errors).values()
         if isinstance(kind, type) and issubclass(kind, errors.RequestError)
     }
+    # Of streams, and of servers with keys.
     kinds -= {
         errors.StreamCancelled,
         errors.StreamExpired,
         errors.Unauthorized,
-    }  # Of streams, and of servers with keys.
-    kinds -= {
-        errors.HostNotAllowed
-    }  # Of every route, for requests that were meant for another host.
+    }
+    # Of every route, for requests that were meant for another host.
+    kinds -= {errors.HostNotAllowed}
     async with door(folder) as (served, _):
         generating = [route.path for route in served.app.table.routes if route.generates]
     for path in generating:

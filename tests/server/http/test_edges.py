@@ -211,9 +211,8 @@ async def test_many_numerical_errors_make_it_not_ready(tokenizer_folder: Path) -
 async def test_probes_of_a_server_that_loads_write_no_line(
     tokenizer_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(
-        logging.WARNING, "httpx"
-    )  # The client's own lines; this also sets the level of what is captured.
+    # The client's own lines; this also sets the level of what is captured.
+    caplog.set_level(logging.WARNING, "httpx")
     caplog.set_level(logging.INFO)
     client = Client(serve(tokenizer_folder, FakeEngine(defer=lambda callback: None)))
     for path, status in (

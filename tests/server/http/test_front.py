@@ -415,9 +415,8 @@ class Door:
         self.headers = headers
         self.log: list[str] = []
         self.sequences = 0
-        self.bodies: dict[tuple[str, int, str], set[bytes]] = defaultdict(
-            set
-        )  # The different ones of each id, status and path.
+        # The different ones of each id, status and path.
+        self.bodies: dict[tuple[str, int, str], set[bytes]] = defaultdict(set)
         self._reader = Thread(target=lambda: self.log.extend(self.server.process.stderr or ()))
         self._reader.start()  # A pipe that nobody reads fills up.
         self.engine_pid = self.server.engine_pid
@@ -463,9 +462,8 @@ class Door:
             assert self.sing() == self.canaries
             assert self.server.engine_pid == self.engine_pid
             assert self.generated() == (self.sequences, 0)
-            assert not [
-                key for key in self.bodies if key[1] >= 500 and key[1] not in (501, 505)
-            ]  # Not of HTTP as it is spoken here.
+            # Not of HTTP as it is spoken here.
+            assert not [key for key in self.bodies if key[1] >= 500 and key[1] not in (501, 505)]
             # Who has no key is told no more than that, and neither is whoever asks for a stream
             # that is not theirs.
             assert all(
@@ -634,9 +632,8 @@ def test_nothing_is_forgotten() -> None:
     for case in CASES:
         routes[case.id].add(case.path)
     assert sorted(routes) == [f"B{number:02}" for number in range(1, 68)]
-    assert {id for id, paths in routes.items() if paths != set(ALL)} == {
-        "B56"
-    }  # Of messages, which /generate has none of.
+    # Of messages, which /generate has none of.
+    assert {id for id, paths in routes.items() if paths != set(ALL)} == {"B56"}
     assert make_tokenizer().token_to_id("a") == bad_inputs.LETTER_A
     assert (N_POSITIONS, SHAPES[0].vocab_size) == (bad_inputs.CONTEXT, bad_inputs.VOCABULARY)
     assert (ServerSection().max_body_bytes, MAX_HEAD_BYTES) == (MAX_BODY, bad_inputs.MAX_HEADERS)

@@ -136,9 +136,8 @@ async def test_a_removed_key_is_refused_from_its_next_request_on_and_a_new_name_
     served.app.api_keys.reload()  # type: ignore[attr-defined]
     assert [await status(key) for key in ("one", "two", "three", "four")] == [200, 401, 200, 200]
     salts = [submit.salt for submit in served.engine.submits]
-    assert (
-        salts[0] == salts[3] and len(set(salts)) == 4
-    )  # What a key computed is found again under its new name.
+    # What a key computed is found again under its new name.
+    assert salts[0] == salts[3] and len(set(salts)) == 4
     records: list[Any] = [record for record in caplog.records if record.name == "onehead.access"]
     names = [record.fields.get("key") for record in records]
     assert names == ["editor", "ci", None, None, "author", None, None, "new"]

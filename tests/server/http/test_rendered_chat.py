@@ -76,9 +76,8 @@ async def test_it_has_one_bos_on_every_route(door: tuple[FakeEngine, httpx.Async
     assert [trimmed(submit.prompt) for submit in engine.submits] == [conversation] * 7
     choice = echoed["choices"][0]
     assert choice["text"].startswith(text)
-    if (
-        engine.submits[1].prompt == conversation
-    ):  # Else the last of the prompt's tokens is not in its text.
+    # Else the last of the prompt's tokens is not in its text.
+    if engine.submits[1].prompt == conversation:
         assert choice["logprobs"]["text_offset"][:3] == [0, 3, 4]
     assert (
         trimmed((await post("/v1/completions/render", {"prompt": text}))[0]["token_ids"])

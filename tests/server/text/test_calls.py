@@ -133,10 +133,11 @@ def test_an_opening_that_is_a_text_counts_where_it_ends_a_token(tmp_path: Path) 
         tokens = [*spelt(codec, before), *spelt(codec, "<function", "_call>"), *spelt(codec, whole)]
         text, _, calls = parsed(codec, form, "auto", tokens)
         if before == "<function_call> no":
+            # What stands between is of no grammar.
             assert (text, calls) == (
                 "",
                 [("f", {"a": "<function_call>"})],
-            )  # What stands between is of no grammar.
+            )
         else:
             assert (text, calls) == (before, [("f", {"a": "<function_call>"})])
     assert parsed(codec, form, "auto", [*spelt(codec, "<function_cal")]) == (

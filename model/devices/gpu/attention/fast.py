@@ -103,9 +103,8 @@ class FastBackend:
             words.append(joined(lists))
         step, num_decoding = batch.plan.decode, len(batch.firsts) - len(listed)
         if singles:
-            singles.sort(
-                key=lambda pair: pair[0].sample is None
-            )  # In a table, rows that draw come first.
+            # In a table, rows that draw come first.
+            singles.sort(key=lambda pair: pair[0].sample is None)
             step = DecodeTable.of(
                 layout, [row for row, _ in singles], [PENDING] * len(singles), step
             ).advance()

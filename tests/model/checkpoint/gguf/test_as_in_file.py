@@ -96,9 +96,8 @@ def test_each_part_of_a_matrix_is_held_as_in_the_file(tmp_path: Path) -> None:
             kind = MIXED[checkpoint.files[tensor]._sources[tensor].stored.name.split(".")[-2]]  # type: ignore[attr-defined]
             if kind in ("Q4_0", "Q4_1", "F16"):
                 assert torch.equal(rows, file), tensor
-            elif (
-                kind == "Q4_K"
-            ):  # The numbers are the file's, each scale and minimum the float16 nearest to it.
+            elif kind == "Q4_K":
+                # The numbers are the file's, each scale and minimum the float16 nearest to it.
                 assert 0 < (rows - file).abs().max() < 2**-11 * 0.002 * 63 * 16
             else:
                 assert (rows - file).abs().max() <= file.abs().max() / 127

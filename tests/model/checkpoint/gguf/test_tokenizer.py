@@ -262,9 +262,8 @@ def test_special_tokens_templates_ends_and_sampling_defaults_come_from_the_metad
     assert tokenizer_config(one)["chat_template"] == [
         {"name": "default", "template": "{{ x }}<end_of_turn>"}
     ]
-    assert generation_config(one) == {
-        "eos_token_id": [0, 1]
-    }  # The template's end of a turn is found by rendering it.
+    # The template's end of a turn is found by rendering it.
+    assert generation_config(one) == {"eos_token_id": [0, 1]}
     assert tokenizer_config(one | {"tokenizer.chat_template.tools": "y"})["chat_template"] == [
         {"name": "default", "template": "{{ x }}<end_of_turn>"},
         {"name": "tools", "template": "y"},

@@ -185,9 +185,8 @@ def test_it_is_the_same_alone_and_among_64_others(server: ServerProcess) -> None
         ]
         assert all(future.result()[1]["answers"] == alone for future in again)
         assert all(future.result() == 200 for future in others)
-    assert (
-        server.post("/v1/decisions", body | {"cache_salt": "alone"})[1]["answers"] == alone
-    )  # From the prefix cache.
+    # From the prefix cache.
+    assert server.post("/v1/decisions", body | {"cache_salt": "alone"})[1]["answers"] == alone
     for question, answer in zip(QUESTIONS, alone, strict=True):
         assert server.post("/v1/decisions", {"input": STATE, "questions": [question]})[1][
             "answers"

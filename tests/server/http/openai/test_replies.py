@@ -61,9 +61,8 @@ async def test_offsets_are_places_in_the_text(folder: Path, prompt: Any) -> None
     ends = [*logprobs["text_offset"][1:], len(text)]
     pieces = [text[begin:end] for begin, end in zip(logprobs["text_offset"], ends, strict=True)]
     assert "".join(pieces) == text
-    whole = isinstance(
-        prompt, list
-    )  # In a prompt of ids each is written; to one of text the tokenizer adds the first.
+    # In a prompt of ids each is written; to one of text the tokenizer adds the first.
+    whole = isinstance(prompt, list)
     assert pieces[0] == (logprobs["tokens"][0] if whole else "") and all(
         piece == token
         for piece, token in zip(pieces[1:], logprobs["tokens"][1:], strict=True)

@@ -671,9 +671,8 @@ def test_fill_in_the_middle_of_mistral(embedded_server: ServerProcess) -> None:
     assert texts[0] == texts[1] != texts[2]
     status, answer = embedded_server.post("/fim/completions", gap | {"seed": 3, "random_seed": 4})
     assert status == 400 and "`random_seed`" in answer["error"]["message"]
-    whole = embedded_server.post("/fim/completions", {"prompt": "def f", "temperature": 0})[
-        1
-    ]  # To the end, without a gap.
+    # To the end, without a gap.
+    whole = embedded_server.post("/fim/completions", {"prompt": "def f", "temperature": 0})[1]
     assert whole["usage"]["completion_tokens"] > 16
 
 
