@@ -58,7 +58,7 @@ class LlamaCppRoutes(Handlers):
         routes that take the messages themselves.
         """
         body = await self.read(http, TemplateBody)
-        self.names.resolve(body.model, http.headers.get("host"))
+        super().check_model(body, http)
         job = RenderChat(body.chat_input(self.generation.texts.texts.calls.form is not None))
         exchange = exchange_of(http)
         text = await self.generation.convert(job, exchange.client, exchange.terms)
