@@ -372,7 +372,7 @@ async def _answer_all(settings: BatchSettings, lines: list[Line], journal: Journ
         nowhere = Answers(StreamPublisher(StreamStore(Retention()), keep_alive=0.0))
         name = model_id(settings.model)
         names = ModelNames.of((name,), (settings.given, name))
-        routes = OpenAIRoutes(Context(engine.generation, section, names, nowhere, version=""))
+        routes = OpenAIRoutes(Context(engine.generation, section, names, nowhere))
         # Twice as many as run, so that the next are tokenized when a place is free.
         places = asyncio.Semaphore(2 * engine.client.admission.max_running)
         with progress() as shown:

@@ -63,12 +63,8 @@ class Monitor:
         arrivals: Arrivals,
         status: Callable[[], str],
     ) -> None:
-        self._supervisor, self._metrics, self._arrivals, self._status = (
-            supervisor,
-            metrics,
-            arrivals,
-            status,
-        )
+        self._supervisor, self._metrics = supervisor, metrics
+        self._arrivals, self._status = arrivals, status
         self.viewers = list[Viewer]()
         self.ended = False
         self._latest: dict[str, bytes] = {}
@@ -86,17 +82,12 @@ class Monitor:
         """A new viewer, until it is removed from `viewers`. Raises Overloaded, to a client that has
         many already also while there are places.
         """
-        held, num_free = (
-            [viewer.client for viewer in self.viewers].count(client),
-            MAX_VIEWERS - len(self.viewers),
-        )
+        held = [viewer.client for viewer in self.viewers].count(client)
+        num_free = MAX_VIEWERS - len(self.viewers)
         if held >= num_free * HELD_PER_FREE or not num_free:
-            text = (
-                f"{len(self.viewers)} viewers watch this server, {held} of this client; at "
-                f"most {MAX_VIEWERS} may, "
-            )
             raise Overloaded(
-                f"{text}fewer of one client; try again later",
+                f"{len(self.viewers)} viewers watch this server, {held} of this client; at most "
+                f"{MAX_VIEWERS} may, fewer of one client; try again later",
                 RETRY_SECONDS,
                 code="too_many_viewers",
             )

@@ -56,7 +56,7 @@ def create_app(
         redirect_slashes=False,
     )
     answers = Answers(publisher)
-    context = Context(generation, section, names, answers, version)
+    context = Context(generation, section, names, answers)
     table = RouteTable(
         [
             *TgiRoutes(generation, section, names.shown, version, answers).routes(),

@@ -35,7 +35,6 @@ class Context:
     section: ServerSection
     names: ModelNames
     answers: Answers
-    version: str
 
 
 class Handlers:
