@@ -48,10 +48,12 @@ def publisher(options: KvEvents) -> Iterator[KvPublisher]:
 
 
 class Blocks:
-    """Blocks that come and go: one comes with each message, and the one of 50 messages ago goes."""
+    """Blocks that come and go: `per_message` come with each message, as much of one sequence, and
+    all but the latest 50 go.
+    """
 
-    def __init__(self, publisher: KvPublisher) -> None:
-        self.publisher = publisher
+    def __init__(self, publisher: KvPublisher, per_message: int = 1) -> None:
+        self.publisher, self.per_message = publisher, per_message
         self.names: list[bytes] = []
         self.number = 0
 
@@ -61,12 +63,10 @@ class Blocks:
         for _ in range(count):
             self.number += 1
             chain = Chain(":")
-            chain.extend([self.number] * PAGE)
-            changes: list[object] = [chain.links[0]]
-            self.names.append(chain.links[0].name)
-            if len(self.names) > 50:
-                changes.append(self.names.pop(0))
-            self.publisher.log.changes.extend(changes)  # type: ignore[arg-type]
+            chain.extend([self.number] * PAGE * self.per_message)
+            self.names.extend(link.name for link in chain.links)
+            gone, self.names = self.names[:-50], self.names[-50:]
+            self.publisher.log.changes.extend([*chain.links, *gone])
             began = time.perf_counter()
             self.publisher.publish()
             longest = max(longest, time.perf_counter() - began)
@@ -116,7 +116,8 @@ def test_a_subscriber_that_does_not_read_costs_no_time_and_bounded_memory(
         stuck.linger = 0
         stuck.connect(options.address)
         stuck.subscribe(TOPIC)
-        blocks = Blocks(publisher)
+        # Together more bytes than the kernel buffers of a connection, of up to 10 MiB.
+        blocks = Blocks(publisher, per_message=20)
         while not stuck.poll(10):
             blocks.publish(1)
         blocks.publish(5 * KEPT)

@@ -123,12 +123,14 @@ def test_viewers_see_requests_a_new_engine_and_the_end_of_a_drain() -> None:
     """Each has the engine's state; the drain waits for none of them, and each response ends as it
     should.
     """
-    with ServerProcess(None, *SMALL, stderr=None) as server:
+    # Often enough that a view is taken while the requests run, however fast they are.
+    often = {"server.generation.monitor.LOOK_SECONDS": 0.02}
+    with ServerProcess(None, *SMALL, constants=often, stderr=None) as server:
         watching = [Watching(server.port) for _ in range(4)]
         for viewer in watching:
             viewer.wait(lambda viewer=viewer: viewer.num_stats and viewer.cache.cells)
         streams = [
-            server.stream(f"def f{number}", max_new_tokens=150, ignore_eos=True)
+            server.stream(f"def f{number}", max_new_tokens=450, ignore_eos=True)
             for number in range(4)
         ]
         for viewer in watching:
@@ -142,7 +144,7 @@ def test_viewers_see_requests_a_new_engine_and_the_end_of_a_drain() -> None:
         for viewer in watching:
             viewer.wait(lambda viewer=viewer: viewer.cache.engine == 1)
         for stream in streams:
-            assert [*stream.events()][-1]["index"] == 150
+            assert [*stream.events()][-1]["index"] == 450
         last = dump_of(server)
         assert all(viewer.agrees(last) and not viewer.cache.sequences for viewer in watching)
         began = time.monotonic()
