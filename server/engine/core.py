@@ -2,17 +2,17 @@
 clocks.
 
 With an asynchronous runner a step is launched before the tokens of the previous step are known; its
-rows read them on the device. A step that does not fit into memory is computed without its drafts,
-then in halves, down to a single token; a sequence fails only if a single token of it does not fit.
+rows read them on the device. A step that does not fit into memory is computed row by row, without
+drafts; a sequence fails only if its row alone does not fit.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from msgspec.structs import replace
 
-from model.step import PENDING, Row, SampledToken, SampleError, Scoring, StepPlan, StepResult
+from model.step import PENDING, Row, SampledToken, SampleError, StepPlan, StepResult
 from server.engine.scheduler import PromptScored, Scheduler, TokenEvent
 
 log = logging.getLogger("onehead.engine")
@@ -63,7 +63,7 @@ class EngineCore:
         self.runner = runner
         self._in_flight: tuple[StepPlan, PendingStep] | None = None
         self._uncleared: tuple[int, ...] = ()
-        """Pages that a plan which did not fit into memory was to clear."""
+        """Pages that a plan was to clear of which no row fit into memory."""
         self._found_nothing = False
         """Whether the last step found nothing to compute."""
 
@@ -100,7 +100,7 @@ class EngineCore:
             )
         # Computed before the previous step is committed, as a commit changes the outputs that this
         # plan refers to.
-        result = self._run_smaller(self._with_sampled_tokens(plan), reason)
+        result = self._run_rows(self._with_sampled_tokens(plan), reason)
         return self._commit_in_flight(None) + self.scheduler.commit(plan, result)
 
     def _commit_in_flight(
@@ -129,40 +129,29 @@ class EngineCore:
             plan.clear,
         )
 
-    def _run(self, plan: StepPlan) -> StepResult:
-        try:
-            return self.runner.run(plan)
-        except MemoryError as error:
-            # Keeping the error would keep the tensors of the failed step alive.
-            reason = str(error)
-        return self._run_smaller(plan, reason)
-
-    def _run_smaller(self, plan: StepPlan, reason: str) -> StepResult:
-        """Computes a plan that did not fit into memory in smaller steps."""
-        num_tokens = sum(len(row.tokens) for row in plan.rows)
+    def _run_rows(self, plan: StepPlan, reason: str) -> StepResult:
+        """Computes a plan that did not fit into memory row by row."""
         log.warning(
             "a step of %d sequences and %d tokens does not fit into memory: %s",
             len(plan.rows),
-            num_tokens,
+            sum(len(row.tokens) for row in plan.rows),
             reason,
         )
-        if any(row.drafts for row in plan.rows):
-            return self._run(StepPlan(tuple(_without_drafts(row) for row in plan.rows), plan.clear))
-        if num_tokens == 1:
-            try:  # Again: the parts computed before have freed their memory.
-                return self.runner.run(plan)
+        clear = plan.clear
+        drawn: list[SampledToken | SampleError | None] = []
+        scored: dict[int, Sequence[SampledToken]] = {}
+        for index, row in enumerate(plan.rows):
+            try:
+                result = self.runner.run(StepPlan((_without_drafts(row),), clear))
             except MemoryError:
-                self._uncleared = plan.clear
-                return StepResult((OUT_OF_MEMORY,))
-        if len(plan.rows) == 1:
-            return self._run_parts(*_halves(plan.rows[0]), plan.clear)
-        half = len(plan.rows) // 2
-        left = self._run(StepPlan(plan.rows[:half], plan.clear))
-        right = self._run(self._clearing(StepPlan(plan.rows[half:])))
-        return StepResult(
-            left.drawn + right.drawn,
-            {**left.scored, **{half + i: scored for i, scored in right.scored.items()}},
-        )
+                drawn.append(OUT_OF_MEMORY)
+                continue
+            clear = ()
+            drawn += result.drawn
+            if result.scored:
+                scored[index] = result.scored[0]
+        self._uncleared = clear
+        return StepResult(tuple(drawn), scored)
 
     def _clearing(self, plan: StepPlan) -> StepPlan:
         """The plan, which also clears the pages that a failed one perhaps has not; nothing has been
@@ -172,15 +161,6 @@ class EngineCore:
             return plan
         clear, self._uncleared = self._uncleared, ()
         return StepPlan(plan.listed, clear + plan.clear, plan.decode)
-
-    def _run_parts(self, first: Row, second: Row, clear: tuple[int, ...]) -> StepResult:
-        """Computes the two halves of one row in two steps."""
-        before = self._run(StepPlan((first,), clear))
-        if isinstance(before.drawn[0], SampleError):
-            return StepResult((before.drawn[0],))
-        after = self._run(StepPlan((second,)))
-        scored: list[SampledToken] = [*before.scored.get(0, ()), *after.scored.get(0, ())]
-        return StepResult(after.drawn, {0: scored} if scored else {})
 
 
 def _with_sampled_token(row: Row, drawn: SampledToken | SampleError | None) -> Row:
@@ -194,18 +174,3 @@ def _with_sampled_token(row: Row, drawn: SampledToken | SampleError | None) -> R
 def _without_drafts(row: Row) -> Row:
     """The row without its draft tokens; the scheduler treats them as rejected."""
     return replace(row, tokens=row.tokens[: len(row.tokens) - row.drafts], drafts=0)
-
-
-def _halves(row: Row) -> tuple[Row, Row]:
-    """The row in two halves: the first samples nothing, the second samples as the row does."""
-    half = len(row.tokens) // 2
-    early = late = None
-    if row.scoring is not None:
-        first, targets, num_top = row.scoring.first, row.scoring.targets, row.scoring.num_top
-        cut = min(len(targets), max(0, half - first))
-        early = Scoring(first, targets[:cut], num_top) if cut else None
-        late = Scoring(max(0, first - half), targets[cut:], num_top) if cut < len(targets) else None
-    return (
-        replace(row, tokens=row.tokens[:half], sample=None, scoring=early),
-        replace(row, tokens=row.tokens[half:], start=row.start + half, scoring=late),
-    )

@@ -3,8 +3,8 @@ restarting the engine.
 
 A sequence that was running in SUSPECT_CRASHES crashes becomes a suspect, and the supervisor runs it
 alone; after CRASHES_ALONE crashes alone it is quarantined. A crash while nothing was running may
-have been caused by accepting a submission, so after several of these, submissions are sent one at a
-time. An engine that ends before it is ready is a failed load, which no request can have caused.
+have been caused by accepting a submission, so all that were sent are blamed. An engine that ends
+before it is ready is a failed load, which no request can have caused.
 Invariant: a newly generated token resets the counts of crashes, a ready engine that of failed
 loads. It does no I/O and reads no clock.
 """
@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from server.supervision.journal import OpenSequence
 
 MAX_UNATTRIBUTED_CRASHES = 3
-"""Consecutive crashes that are attributed to no request, after which the engine is not
+"""Consecutive crashes of engines that were sent no request, after which the engine is not
 restarted."""
-ONE_AT_A_TIME_CRASHES = 2
-"""Consecutive unattributed crashes after which submissions are sent one at a time."""
 MIN_LOADS = 3
 """Consecutive failed loads before which the engine is never given up."""
 MAX_CRASHES = 12
@@ -32,7 +30,7 @@ CRASHES_ALONE = 2
 """Crashes while a sequence was the only one in the engine, since its last token, after which it is
 quarantined."""
 BACKOFF_SECONDS = 0.5
-"""Seconds to wait before the restart after ONE_AT_A_TIME_CRASHES unattributed crashes in a row, and
+"""Seconds to wait before the restart after the second engine in a row that was sent no request, and
 after a failed load; doubled with each further failed load in a row. Other restarts are immediate.
 """
 MAX_BACKOFF_SECONDS = 8.0
@@ -77,16 +75,11 @@ class CrashPolicy:
         self._unattributed = self._total = self._quarantines = 0
 
     @property
-    def one_at_a_time(self) -> bool:
-        """Whether the next engine is to be sent one submission at a time."""
-        return self._unattributed >= ONE_AT_A_TIME_CRASHES
-
-    @property
     def backoff(self) -> float:
         """Seconds to wait before the next restart."""
         if self.failed_loads:
             return min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2.0 ** (self.failed_loads - 1))
-        return BACKOFF_SECONDS if self._unattributed >= ONE_AT_A_TIME_CRASHES else 0.0
+        return BACKOFF_SECONDS if self._unattributed > 1 else 0.0
 
     @property
     def give_up_reason(self) -> str:
@@ -98,16 +91,16 @@ class CrashPolicy:
         return ""
 
     def record_crash(
-        self, sequences: Iterable[OpenSequence], one_at_a_time: bool, any_sent: bool
+        self, sequences: Iterable[OpenSequence], any_sent: bool
     ) -> OpenSequence | None:
-        """Counts a crash, blames the sequences that were running (or that was sent, if
-        `one_at_a_time`), and returns the sequence to quarantine, if any. `any_sent`: the engine was
-        sent a submission, which may have been cancelled since.
+        """Counts a crash, blames the sequences that were running, or all that were sent if none
+        was, and returns the sequence to quarantine, if any. `any_sent`: the engine was sent a
+        submission, which may have been cancelled since.
         """
         sent = [sequence for sequence in sequences if sequence.sent]
-        blamed = [sequence for sequence in sent if sequence.started or one_at_a_time]
+        blamed = [sequence for sequence in sent if sequence.started] or sent
         self._total += 1
-        self._unattributed += not blamed and not (one_at_a_time and any_sent)
+        self._unattributed += not any_sent
         for sequence in blamed:
             sequence.crashes += 1
         if not blamed or len(sent) != 1:

@@ -63,12 +63,6 @@ class Supervisor:
         """The suspect that is being run alone."""
         self._any_sent = False
         """Whether the current engine was ever sent a sequence."""
-        self._one_at_a_time = False
-        """Whether the next sequence is sent only once the engine runs all those sent before."""
-        self._last_open_id = 0
-        """The last id when this engine became ready. Sequences up to it may have crashed an engine
-        when they were submitted, so one-at-a-time mode lasts until each of them runs or has ended.
-        """
         self.state = State.STARTING
         self.reason = ""
         self.ready: protocol.Ready | None = None
@@ -130,7 +124,7 @@ class Supervisor:
         sequence = OpenSequence(msgspec.structs.replace(submit, id=self._next_id), deliver)
         self.open[self._next_id] = sequence
         if self.state is State.READY and self._isolated is None:
-            self._send_next([sequence])
+            self._send(sequence)
         return self._next_id
 
     def look(self, look: protocol.Look) -> None:
@@ -144,7 +138,6 @@ class Supervisor:
         if sequence is not None:
             self._cancel_in_engine(sequence)
             self._end_isolation(sequence)
-            self._continue_one_at_a_time()
 
     def stop(self) -> None:
         """Shuts the engine down; open sequences fail."""
@@ -216,7 +209,6 @@ class Supervisor:
             self._first_load = self._loading_seconds
         self.ready = ready
         self._is_loaded, self.crash_policy.failed_loads = True, 0
-        self._one_at_a_time, self._last_open_id = self.crash_policy.one_at_a_time, self._next_id
         self._down_seconds, self._crash_reason, self._phase = 0.0, "", ""
         self._set_state(State.READY)
         self._dispatch()
@@ -228,7 +220,6 @@ class Supervisor:
             if self._kill_reason or epoch != self._epoch:
                 return
         self._on_event(message)
-        self._continue_one_at_a_time()
 
     def _on_started(self, message: protocol.Started) -> None:
         for id in message.ids:
@@ -298,7 +289,6 @@ class Supervisor:
         if sequence is not None:
             sequence.deliver(failed)
             self._end_isolation(sequence)
-            self._continue_one_at_a_time()
 
     def _kill(self, reason: str) -> None:
         """Kills the engine and ignores its messages. The next one is spawned when this one has
@@ -320,9 +310,7 @@ class Supervisor:
         if not self._is_loaded:
             self._on_failed_load()
             return
-        culprit = self.crash_policy.record_crash(
-            self.open.values(), self._one_at_a_time or self._isolated is not None, self._any_sent
-        )
+        culprit = self.crash_policy.record_crash(self.open.values(), self._any_sent)
         self._engine, self._kill_reason, self._isolated, self._phase = None, "", None, ""
         self._epoch += 1
         if culprit is not None:
@@ -380,44 +368,9 @@ class Supervisor:
             sequence for sequence in self.open.values() if sequence.crashes >= SUSPECT_CRASHES
         ]
         self._isolated = suspects[0] if suspects else None
-        self._send_next(suspects[:1] or list(self.open.values()))
-
-    def _send_next(self, sequences: list[OpenSequence]) -> None:
-        """Sends the sequences that the engine does not have; in one-at-a-time mode the first of
-        them, once all those sent are running.
-        """
-        unsent = [sequence for sequence in sequences if not sequence.sent]
-        if self._one_at_a_time and unsent:
-            starting = any(other.sent and not other.started for other in self.open.values())
-            unsent = (
-                []
-                if starting
-                else [
-                    min(
-                        unsent,
-                        key=lambda sequence: (sequence.submit.share.rank, sequence.submit.id),
-                    )
-                ]
-            )
-        for sequence in unsent:
-            self._send(sequence)
-
-    def _continue_one_at_a_time(self) -> None:
-        """In one-at-a-time mode: ends the mode if each sequence up to `_last_open_id` runs, and
-        sends what may be sent now.
-        """
-        if (
-            self._one_at_a_time
-            and self._engine is not None
-            and self.state is State.READY
-            and self._isolated is None
-        ):
-            untried = (
-                id <= self._last_open_id and not sequence.started
-                for id, sequence in self.open.items()
-            )
-            self._one_at_a_time = self.crash_policy.one_at_a_time or any(untried)
-            self._send_next(list(self.open.values()))
+        for sequence in suspects[:1] or list(self.open.values()):
+            if not sequence.sent:
+                self._send(sequence)
 
     def _end_isolation(self, sequence: OpenSequence) -> None:
         """If `sequence` is the suspect that runs alone: it made progress or ended, so the next

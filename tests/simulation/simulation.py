@@ -42,7 +42,7 @@ clock: a jump; frame: a submission left out; frame: garbage; frame: held back,
 and more after it; frame: later than the exit;
 frame: left out; frame: twice; hung: and beats; hung: and is silent; killed: at receive; killed: at run; killed: at ran; killed: at send;
 killed: between two operations; killed: over several; killed: twice; killed: while loading; load: die; load: hang; load: refused;
-load: slow; mask: waited for; memory: a step in halves; outcome: admission_error; outcome: cancelled;
+load: slow; mask: waited for; memory: a step row by row; outcome: admission_error; outcome: cancelled;
 outcome: engine_unavailable; outcome: finished;
 outcome: grammar_error; outcome: numerical_error; outcome: out_of_memory; outcome: refused; outcome: request_quarantined;
 outcome: sampling_error; outcome: server_shutting_down; path: a gap; path: a suspect alone; path: an event from the future;

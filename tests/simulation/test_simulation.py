@@ -46,7 +46,7 @@ def test_a_seed_is_always_the_same_history() -> None:
 
 @pytest.mark.parametrize("how", ["kill", "crash", "hang", "memory"])
 def test_any_one_call_may_fail_and_nobody_notices(how: str) -> None:
-    """Two exceptions: a request fails if a single token does not fit into memory, and the server
+    """Two exceptions: a request fails if its row alone does not fit into memory, and the server
     ends if the first engine cannot be spawned.
     """
     struck: Counter[str] = Counter()

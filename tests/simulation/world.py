@@ -222,13 +222,8 @@ class World:
         had = [
             self.choices[id] for id in engine.given - engine.recalled if not self.choices[id].over
         ]
-        for choice in had:
-            if (
-                choice.id in engine.announced
-                or self.supervisor._one_at_a_time
-                or self.supervisor._isolated
-            ):
-                choice.deaths.append(len(had))
+        for choice in [choice for choice in had if choice.id in engine.announced] or had:
+            choice.deaths.append(len(had))
         self._last_news = self.now
         if self.supervisor.state in LIVE and engine.loaded:
             self._die_in_row()
@@ -426,7 +421,7 @@ class World:
 
     @property
     def may_lack_memory(self) -> bool:
-        """Whether a single token may have been out of memory."""
+        """Whether a single row may have been out of memory."""
         return self._fail_nth.how == "memory"
 
     @property

@@ -71,7 +71,7 @@ class HashModel(Immediate):
         nor read."""
 
     def run(self, plan: StepPlan) -> StepResult:
-        self.last_rows = {row.sequence: row.tokens for row in plan.rows}
+        self.last_rows.update((row.sequence, row.tokens) for row in plan.rows)
         self.progress += 1
         for row in plan.rows:
             states = self._states_before(row)

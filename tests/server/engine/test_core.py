@@ -34,7 +34,7 @@ class OverlappedHistory(History):
         self.idle = 0
 
     def fits(self, plan: StepPlan) -> None:
-        if self.short and sum(len(row.tokens) for row in plan.rows) > 1 and self.rng.random() < 0.1:
+        if self.short and len(plan.rows) > 1 and self.rng.random() < 0.1:
             self.seen["memory"] += 1
             raise MemoryError("a test's")
 
@@ -306,7 +306,7 @@ def test_what_a_step_had_made_is_gone_before_its_parts_are_computed(launches: bo
         assert all(reference() is None for reference in made), (
             "the step that did not fit is still there"
         )
-        if sum(len(row.tokens) for row in plan.rows) > 2:
+        if len(plan.rows) > 1:
             tensors = Tensors()
             made.append(weakref.ref(tensors))
             raise MemoryError("a test's")

@@ -178,7 +178,6 @@ class Guessing(Immediate, History):
             assert sum(len(row.tokens) for row in plan.rows) <= MAX_SPECULATIVE_STEP
             if self.rng.random() < 0.02:
                 self.seen["short of memory"] += 1
-                self.core.runner = Failing(self, MemoryError())  # type: ignore[arg-type]
                 raise MemoryError
         result = self.model.run(plan)
         for i, row in enumerate(plan.rows):
@@ -207,22 +206,6 @@ class Guessing(Immediate, History):
             len(row.tokens) == row.drafts + 1
             and min_new <= len(row.sample.output) < max_new - row.drafts
         )
-
-
-class Failing(Immediate):
-    """The runner is called again after it ran out of memory: without drafts, and this time it
-    succeeds.
-    """
-
-    progress = 0
-
-    def __init__(self, history: Guessing, error: Exception) -> None:
-        self.history = history
-
-    def run(self, plan: StepPlan) -> StepResult:
-        assert not any(row.drafts for row in plan.rows)
-        self.history.core.runner = self.history  # type: ignore[assignment]
-        return self.history.model.run(plan)
 
 
 def check_seen(seen: Counter[str], least: int) -> None:
