@@ -24,20 +24,6 @@ def too_big_together(scene: Scene, error: str) -> None:
     assert scene.server.engine_pid == engine and scene.server.restarts == 0
 
 
-def too_long_at_once(scene: Scene) -> None:
-    """A prompt that fits only in pieces of sixteen tokens."""
-    scene.start(rules=(Rule("oom", tokens=16, error="gpu"),))
-    engine = scene.server.engine_pid
-    scene.ask_all(
-        [
-            Ask(ask.prompt + "x" * 200, 20, ask.parameters, ask.dialect, canary=ask.canary)
-            for ask in scene.asks(4)
-        ]
-    )
-    scene.all_finished()
-    assert scene.server.engine_pid == engine and scene.server.restarts == 0
-
-
 def one_fails(
     scene: Scene,
     rule: Rule,
@@ -145,7 +131,6 @@ CASES = [
     Case("F07", "rows that do not fit a GPU", too_big_together, ("gpu",)),
     Case("F07", "rows that do not fit a CPU", too_big_together, ("cpu",)),
     Case("F07", "rows that do not fit Python", too_big_together, ("python",)),
-    Case("F07", "a prompt that fits in pieces", too_long_at_once),
     Case("F07", "a row that never fits", one_fails, (ALWAYS, "out_of_memory", None, 4)),
     Case(
         "F07",

@@ -32,8 +32,6 @@ class Rule:
     """Not in engines before this one, counted from 1."""
     rows: int = 0
     """Steps of more rows than this."""
-    tokens: int = 0
-    """Steps of more tokens than this."""
     seconds: float = 0.0
     token: int = -1
     error: str = ""
