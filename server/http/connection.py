@@ -8,7 +8,6 @@ read its response, is closed in bounded time and uses bounded memory. It knows n
 import asyncio
 import contextvars
 import logging
-import re
 import secrets
 import socket
 import time
@@ -39,10 +38,6 @@ WRITE_SECONDS = 30.0
 """A client that acknowledges nothing for this long is dropped."""
 MAX_HEAD_BYTES = 32 * 2**10
 MAX_HEADERS = 100
-MAX_IGNORED_BYTES = 16 * 2**20
-MAX_READ_BYTES = 2**18
-"""Largest read of asyncio's transport."""
-MAX_PIPELINED = 128
 LINGER_SECONDS = 2.0
 PROBE_CONNECTIONS = 8
 """Connections beyond server.max_connections, for probes alone: a server whose places are all taken
@@ -51,7 +46,6 @@ OTHER_FILES, MIN_CONNECTIONS = 64, 8
 """Estimate of the open files of the process besides its connections, and the least connections that
 a server is worth starting for.
 """
-_HOST = re.compile(rb"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._~%-]*)(:[0-9]{0,5})?")
 
 
 log = logging.getLogger("onehead")
@@ -89,7 +83,7 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self._timer: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None
-        self._head_bytes = self._bytes_without_body = self._ignored_bytes = 0
+        self._head_bytes = 0
         self._in_head = True
         self._refusal: tuple[int, str, str] | None = None
         self._refused = False
@@ -122,22 +116,15 @@ class Connection(HttpToolsProtocol):
         while rest is not None and not self._refused:
             if self._in_head:
                 self._head_bytes += len(rest)
-            self._bytes_without_body += len(rest)
             rest = self._feed(rest)
         self._check_sizes()
 
     def _check_sizes(self) -> None:
-        """Refuses a head that is too large, or a chunked body with too many bytes of framing."""
+        """Refuses a head that is too large."""
         if self._refused:
             return
         if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(431, "headers_too_large", self._largest_head())
-        elif not self._in_head and self._bytes_without_body > MAX_HEAD_BYTES + MAX_READ_BYTES:
-            self._refuse(
-                400,
-                "invalid_http",
-                "the chunked body has too many bytes of framing; send larger chunks",
-            )
         elif self._timer is None and self.timeout_keep_alive_task is None and not self._busy:
             # Empty lines are no request; without a timer they would keep the connection open.
             self._start_timer("head", HEAD_SECONDS)
@@ -197,16 +184,10 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = True
-        self._ignored_bytes = self._bytes_without_body = 0
         # Not the connection's first request, whose timer started with the connection.
         if self._timer is None:
             self._head_bytes = 0
             self._start_timer("head", HEAD_SECONDS)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._in_head:
-            self._reject(431, "trailers", "trailers (headers after the body) are not supported")
-        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._in_head = False
@@ -219,16 +200,6 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         self._start_timer("body", BODY_SECONDS)
 
-    def on_body(self, body: bytes) -> None:
-        super().on_body(body)
-        self._bytes_without_body = 0
-        if self.cycle.response_complete:
-            # Refused before the body arrived; the rest is read so that closing the socket does not
-            # discard the response.
-            self._ignored_bytes += len(body)
-            if self._ignored_bytes > MAX_IGNORED_BYTES:
-                self.transport.abort()
-
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return
@@ -240,61 +211,10 @@ class Connection(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
             self._reject(431, "headers_too_large", self._largest_head())
-        if len(self.pipeline) >= MAX_PIPELINED:
-            self._reject(
-                400,
-                "too_many_requests",
-                f"more than {MAX_PIPELINED} pipelined requests wait on this connection",
-            )
-        if self.parser.get_method() == b"CONNECT":
-            self._reject(
-                400, "invalid_http", "CONNECT is not supported: this server is not a proxy"
-            )
-        version = self.parser.get_http_version()
-        if version not in ("1.0", "1.1"):
-            self._reject(
-                505 if version > "1.1" else 400,
-                "http_version",
-                "this server speaks HTTP/1.1 and HTTP/1.0",
-            )
-        if any(
-            name == b"transfer-encoding" and value.lower() != b"chunked"
-            for name, value in self.headers
-        ):
-            self._reject(
-                501, "transfer_encoding", "the only transfer-encoding supported is chunked"
-            )
         if self._only_probes and not self.door.is_probe(
             self.url.partition(b"?")[0].decode("latin-1")
         ):
             self._reject(*self._too_many())
-        self._check_host()
-
-    def _check_host(self) -> None:
-        """Raises _Refused for a head whose host is not certain."""
-        hosts = [value for name, value in self.headers if name == b"host"]
-        if (
-            len(hosts) > 1
-            or (not hosts and self.parser.get_http_version() == "1.1")
-            or (hosts and _HOST.fullmatch(hosts[0]) is None)
-        ):
-            self._reject(
-                400,
-                "invalid_host",
-                "a request must have one `Host` header, with a name or an address and perhaps a "
-                "port",
-            )
-        # An absolute target names the host in the header's place (RFC 9112, section 3.2.2), so only
-        # the header's own may stand there.
-        if (
-            not self.url.startswith((b"/", b"*"))
-            and [self.url.partition(b"://")[2].partition(b"/")[0]] != hosts
-        ):
-            self._reject(
-                400,
-                "invalid_host",
-                "the request's target must be a path, or name the same host as its `Host` header",
-            )
 
     def _too_many(self) -> tuple[int, str, str]:
         return (

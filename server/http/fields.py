@@ -10,15 +10,15 @@ from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from server import protocol
 from server.generation.price import MAX_TOP
-from server.http.body import MAX_KEYS
 from server.text.service import Source
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
+MAX_KEYS = 2048
 Value = TypeVar("Value")
 Empty = Field(default=None, max_length=0)
 ANY_JSON = object()
@@ -35,6 +35,15 @@ def _integral(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _few(value: Any) -> Any:
+    """Refuses a large object before each of its members is checked, which cannot fail fast."""
+    if isinstance(value, dict) and len(value) > MAX_KEYS:
+        bounds = {"field_type": "Dictionary", "max_length": MAX_KEYS, "actual_length": len(value)}
+        raise PydanticKnownError("too_long", bounds)
+    return value
+
+
+FEW = BeforeValidator(_few)
 INTEGRAL = BeforeValidator(_integral)
 """Accepts floats with integral values. It must follow the bounds: pydantic leaves bounds after a
 validator out of the JSON Schema."""
@@ -64,9 +73,12 @@ Word = Annotated[str, Field(min_length=1, max_length=256)]
 Salt = Annotated[str, Field(max_length=1024)]
 Name = Annotated[str, Field(max_length=1024)]
 """A name, a key of an object, or an opaque value."""
-JsonObject = Annotated[dict[Name, Json], Field(max_length=MAX_KEYS)]
+
+JsonObject = Annotated[dict[Name, Json], Field(max_length=MAX_KEYS), FEW]
 Text = Annotated[str, Field(max_length=2**24)]
-LogitBias = Annotated[dict[Name, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)]
+LogitBias = Annotated[
+    dict[Name, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024), FEW
+]
 StopTokenIds = Annotated[list[TokenId], Field(max_length=128, fail_fast=True)]
 TruncatePromptTokens = Annotated[int, Field(ge=-1, lt=2**31), INTEGRAL]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=2**20, fail_fast=True)]

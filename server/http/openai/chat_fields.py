@@ -70,7 +70,7 @@ TextParts = Annotated[Parts, BeforeValidator(_in_parts, fields.Text | Parts)]
 def _arguments(text: str) -> dict[str, Any]:
     """The arguments of a call. A model may have chosen a key twice: no grammar forbids it."""
     try:
-        return parse(text.encode(), unique=False) if text else {}
+        return parse(text.encode()) if text else {}
     except MalformedBody:
         raise InvalidRequest(
             "`arguments` of a call must be the text of a JSON object", param="messages"

@@ -105,279 +105,53 @@ def with_parameter(name: str, value: Any, **others: Any) -> dict[str, Any]:
 GOOD = prompt_and(',"parameters":{"max_new_tokens":2}}')
 DEEP = 10**5
 
-MALFORMED = [
-    Case("empty", b"", 400, ("empty",)),
-    Case("white space", b" \r\n\t", 400, ("empty",)),
-    Case("truncated", prompt_and(""), 400, ("not JSON", "character 23")),
-    Case("truncated in a string", f'{{"inputs":"{SECRET}'.encode(), 400, ("not JSON",)),
-    Case("trailing garbage", prompt_and("}x"), 400, ("not JSON", "character 24")),
-    Case("two documents", GOOD + GOOD, 400, ("not JSON",)),
-    Case("an array", b"[]", 400, ("must be a JSON object",)),
-    Case("a string", b'"inputs"', 400, ("must be a JSON object",)),
-    Case("a number", b"3", 400, ("must be a JSON object",)),
-    Case("null", b"null", 400, ("must be a JSON object",)),
-    Case("NaN", prompt_and(',"parameters":{"temperature":NaN}}'), 400, ("NaN", "finite")),
-    Case(
-        "Infinity",
-        prompt_and(',"parameters":{"temperature":Infinity}}'),
-        400,
-        ("Infinity", "finite"),
-    ),
-    Case(
-        "-Infinity",
-        prompt_and(',"parameters":{"temperature":-Infinity}}'),
-        400,
-        ("-Infinity", "finite"),
-    ),
-    Case("1e999", prompt_and(',"parameters":{"temperature":1e999}}'), 400, ("finite", "1.8e308")),
-    Case("-1e999 in an unknown field", prompt_and(',"x":-1e999}'), 400, ("finite", "1.8e308")),
-    Case("400 digits and a point", prompt_and(f',"x":{"9" * 400}.0}}'), 400, ("finite", "1.8e308")),
-    Case("NaN in logit_bias", prompt_and(',"parameters":{"logit_bias":{"1":NaN}}}'), 400, ("NaN",)),
-    Case(
-        "an integer of 5000 digits",
-        prompt_and(f',"parameters":{{"seed":1{"0" * 5000}}}}}'),
-        400,
-        ("number", "too long"),
-    ),
-    Case("a key twice", prompt_and(f',"inputs":"{SECRET}"}}'), 400, ("`inputs`", "twice")),
-    Case(
-        "a key twice, spelt differently",
-        prompt_and(',"\\u0069nputs":"b"}'),
-        400,
-        ("`inputs`", "twice"),
-    ),
-    Case(
-        "a key twice, below",
-        prompt_and(',"parameters":{"seed":1,"seed":2}}'),
-        400,
-        ("`seed`", "twice"),
-    ),
-    Case(
-        "arrays too deep", prompt_and(f',"x":{"[" * DEEP}{"]" * DEEP}}}'), 400, ("deeper than 64",)
-    ),
-    Case("arrays never closed", b"[" * DEEP, 400, ("deeper than 64",)),
-    Case("objects too deep", b'{"a":' * DEEP, 400, ("deeper than 64",)),
-    Case("65 deep", prompt_and(f',"x":{"[" * 64}{"]" * 64}}}'), 400, ("deeper than 64",)),
-    Case("too many arrays", prompt_and(f',"x":[{"[]," * 20_000}[]]}}'), 400, ("16384",)),
-    Case("too many keys", {f"k{i}": i for i in range(DEEP)}, 400, (str(DEEP), "2048")),
-    Case(
-        "too many keys below",
-        with_parameter("logit_bias", {str(i): 1 for i in range(DEEP)}),
-        400,
-        (str(DEEP), "2048"),
-    ),
-    Case("a comment", prompt_and("/* no */}"), 400, ("not JSON",)),
-    Case("single quotes", b"{'inputs':'a'}", 400, ("not JSON",)),
-    Case("a trailing comma", prompt_and(",}"), 400, ("not JSON",)),
-    Case("a byte order mark", b"\xef\xbb\xbf" + GOOD, 400, ("byte order mark",)),
-    Case("UTF-16", GOOD.decode().encode("utf-16"), 400, ("not UTF-8", "byte 0")),
-    Case("UTF-16 without a mark", GOOD.decode().encode("utf-16-le"), 400, ("not JSON",)),
-    Case("UTF-32", GOOD.decode().encode("utf-32"), 400, ("not UTF-8",)),
-    Case("Latin-1", b'{"inputs":"\xe9t\xe9"}', 400, ("not UTF-8", "byte 11")),
-    Case("overlong UTF-8", b'{"inputs":"\xc0\x80"}', 400, ("not UTF-8", "byte 11")),
-    Case("a surrogate in UTF-8", b'{"inputs":"\xed\xa0\x80"}', 400, ("not UTF-8",)),
-    Case("a lone surrogate", b'{"inputs":"\\ud800"}', 400, ("`inputs`", "surrogate")),
-    Case("a reversed pair", b'{"inputs":"\\udc00\\ud800"}', 400, ("`inputs`", "surrogate")),
-    Case(
-        "a lone surrogate in a key", prompt_and(',"a\\uDFFF":1}'), 400, ("`a\\udfff`", "surrogate")
-    ),
-    Case(
-        "a lone surrogate in a stop string",
-        prompt_and(',"parameters":{"stop":["a","\\ud800"]}}'),
-        400,
-        ("`parameters.stop.1`",),
-    ),
-    Case("a raw control character", b'{"inputs":"a\x01"}', 400, ("not JSON",)),
-]
-
-INPUTS = [
-    Case("missing", {}, 422, ("`inputs`", "required")),
-    Case(
-        "missing beside parameters",
-        {"parameters": {"max_new_tokens": 4}},
-        422,
-        ("`inputs`", "required"),
-    ),
-    Case("empty", {"inputs": ""}, 422, ("`inputs`", "empty")),
-    Case("null", {"inputs": None}, 422, ("`inputs`", "required")),
-    Case("a number", {"inputs": 3}, 422, ("`inputs`", "string")),
+# Fields that TGI's dialect alone has, or whose bounds are its own: name -> [(values, words beside
+# the name)]. All values are refused. tests/server/http/test_front.py has what all dialects share.
+BAD_PARAMETERS: dict[str, list[tuple[list[Any], tuple[str, ...]]]] = {
+    "max_new_tokens": [([0, -1], (">= 1",)), ([2**31, 10**300], ("< 2147483648",))],
+    "min_tokens": [([-1], (">= 0",)), ([5], ("<= `max_new_tokens` 4", "Given: 5"))],
+    "typical_p": [([0, -0.5], ("> 0",)), ([1.5], ("<= 1",)), ([True], ("number",))],
+    "repetition_penalty": [([1e-45, 0.0099], (">= 0.01",)), ([10.001], ("<= 10",))],
+    "truncate": [([0], (">= 1",)), ([2**31], ("< 2147483648",)), (["1"], ("integer",))],
+    "do_sample": [([1, "true"], ("boolean",))],
+    "details": [(["yes"], ("boolean",))],
+    "return_full_text": [([1], ("boolean",))],
+    "best_of": [([2], ("sampling",))],
+    "watermark": [([True, "false"], ("supported only as false",))],
+    "decoder_input_details": [([1, "true"], ("boolean",))],
+    "token_healing": [([1], ("boolean",))],
+    "grammar": [
+        (["", [], 1], ("object",)),
+        ([{"type": "yaml"}, {"type": "regex"}], ("parameters.grammar",)),
+        ([{"type": "json", "value": "{"}, {"type": "json", "value": 1}], ("JSON",)),
+    ],
+    "adapter_id": [(["../../etc/passwd"], ("not supported: there are no adapters",))],
+    "max_tokens": [([1], ("not a known field", "did you mean `max_new_tokens`?"))],
+    "n": [([2], ("not supported",))],
+    "logprobs": [([1], ("did you mean `details`?",))],
+    "stream": [([True], ("`parameters.stream`", "did you mean `stream`?"))],
+}
+CASES = [
+    Case("no inputs", {"parameters": {"max_new_tokens": 4}}, 422, ("`inputs`", "required")),
     Case("an object", {"inputs": {"text": SECRET}}, 422, ("`inputs`", "string")),
-    Case("a list", {"inputs": [SECRET]}, 422, ("`inputs`", "string")),
-    Case("parameters a number", prompt_and(',"parameters":5}'), 422, ("`parameters`", "object")),
     Case("parameters a list", prompt_and(',"parameters":[]}'), 422, ("`parameters`", "object")),
-    Case("stream a string", prompt_and(',"stream":"true"}'), 422, ("`stream`", "boolean")),
-    Case("stream a number", prompt_and(',"stream":1}'), 422, ("`stream`", "boolean")),
     Case(
         "a misspelt key that forges a log line",
         prompt_and(',"strea\\n\\u202e":1}'),
         422,
         ("`strea\\n\\u202e`",),
     ),
-    Case(
-        "400 digits for a float",
-        prompt_and(f',"parameters":{{"temperature":1{"0" * 400}}}}}'),
-        422,
-        ("`parameters.temperature`",),
+    *(
+        Case(f"{name} {str(value)[:24]}", with_parameter(name, value), 422, (name, *words))
+        for name, rules in BAD_PARAMETERS.items()
+        for values, words in rules
+        for value in values
     ),
-    Case(
-        "400 digits for an integer",
-        prompt_and(f',"parameters":{{"max_new_tokens":1{"0" * 400}}}}}'),
-        422,
-        ("2147483648",),
-    ),
-]
-
-# name -> [(values, words beside the name)]; the values are all refused.
-BAD_PARAMETERS: dict[str, list[tuple[list[Any], tuple[str, ...]]]] = {
-    "max_new_tokens": [
-        ([0, -1], (">= 1",)),
-        ([1.5, "5", True, [], {}], ("integer",)),
-        ([2**31, 2**63, 10**300], ("< 2147483648",)),
-    ],
-    "min_tokens": [
-        ([-1], (">= 0",)),
-        ([5], ("<= `max_new_tokens` 4", "Given: 5")),
-        ([True, "1"], ("integer",)),
-    ],
-    "temperature": [
-        ([-1, 0, -0.0], ("> 0",)),
-        ([2.0001, 1e308], ("<= 2",)),
-        (["1", [], {}, True], ("number",)),
-    ],
-    "top_p": [([0, -0.1], ("> 0",)), ([1.0001], ("<= 1",)), (["x", True], ("number",))],
-    "top_k": [
-        ([-2], (">= -1",)),
-        ([1.5, True, "1"], ("integer",)),
-        ([258], ("257", "Given: 258")),
-        ([2**31], ("< 2147483648",)),
-    ],
-    "min_p": [([-0.1], (">= 0",)), ([1.1], ("<= 1",)), (["0"], ("number",))],
-    "typical_p": [([0, -0.5], ("> 0",)), ([1.5], ("<= 1",)), ([True], ("number",))],
-    "frequency_penalty": [
-        ([-2.0001], (">= -2",)),
-        ([2.0001, 1e300], ("<= 2",)),
-        ([False], ("number",)),
-    ],
-    "presence_penalty": [([-2.0001], (">= -2",)), ([2.0001], ("<= 2",))],
-    "repetition_penalty": [([0, -1, 1e-45, 0.0099], (">= 0.01",)), ([10.001, 1e308], ("<= 10",))],
-    "seed": [([-2], (">= -1",)), ([2**63, 2**64], (str(2**63),)), ([1.5, "x", True], ("integer",))],
-    "stop": [
-        (["a", {}, 3], ("array",)),
-        ([[SECRET] * 17], ("up to 16",)),
-        ([[""], [SECRET, ""]], ("empty",)),
-        ([["x" * 1025], ["x" * 10**4]], ("1024 characters",)),
-        ([[None], [3], [[SECRET]]], ("string",)),
-    ],
-    "stop_token_ids": [
-        ([[-1]], (">= 0",)),
-        ([[257]], ("257",)),
-        ([[2**31]], ("< 2147483648",)),
-        ([[True], [1.0], ["1"], [None], [[1]]], ("integer",)),
-        ([[1] * 129, list(range(10**5))], ("128",)),
-    ],
-    "logit_bias": [
-        (
-            [
-                {"x": 1},
-                {"-1": 1},
-                {"1e3": 1},
-                {" 1": 1},
-                {"01": 1},
-                {"\u0663": 1},
-                {"": 1},
-                {"9" * 10: 1},
-            ],
-            ("digits",),
-        ),
-        ([{"257": 1}, {"1": 1, "999999999": 1}], ("257",)),
-        ([{"1": 101}, {"1": 1e300}], ("<= 100",)),
-        ([{"1": -101}], (">= -100",)),
-        ([{"1": "x"}, {"1": None}, {"1": True}], ("number",)),
-        ([{str(i): 1 for i in range(1025)}], ("1024",)),
-        ([[], "1", 1], ("object",)),
-    ],
-    "truncate": [([0], (">= 1",)), ([2**31], ("< 2147483648",)), (["1"], ("integer",))],
-    "do_sample": [([1, "true"], ("boolean",))],
-    "ignore_eos": [([0], ("boolean",))],
-    "details": [(["yes"], ("boolean",))],
-    "return_full_text": [([1], ("boolean",))],
-    "best_of": [
-        ([2], ("sampling",)),
-        ([129, 10**9], ("<= 128",)),
-        ([0], (">= 1",)),
-        ([True], ("integer",)),
-    ],
-    "top_n_tokens": [([6], ("<= 5",)), ([-1], (">= 0",)), ([True], ("integer",))],
-    "watermark": [([True, "false"], ("supported only as false",))],
-    "decoder_input_details": [([1, "true"], ("boolean",))],
-    "allowed_token_ids": [
-        ([[257]], ("257",)),
-        ([[-1]], (">= 0",)),
-        ([[]], ("cannot be empty",)),
-        ([[True], ["1"]], ("integer",)),
-    ],
-    "token_healing": [([1], ("boolean",))],
-    "grammar": [
-        (["", [], 1], ("object",)),
-        (
-            [{"type": "yaml"}, {"type": "regex"}, {"type": "json_schema", "value": {}}],
-            ("parameters.grammar",),
-        ),
-        ([{"type": "json", "value": {"$ref": "http://127.0.0.1/"}}], ("nothing is fetched",)),
-        (
-            [{"type": "regex", "value": r"(a)\1"}, {"type": "regex", "value": "(?<=a)b"}],
-            ("not a regular expression",),
-        ),
-        ([{"type": "regex", "value": "(?:a{1,1000}){1000}"}], ("too complex",)),
-        (
-            [{"type": "json", "value": {"enum": ["x" * 100] * 10_000}}],
-            ("longer than 65536 characters",),
-        ),
-        (
-            [{"type": "json", "value": {"type": "string", "not": {}}}],
-            ("at #/not: it cannot be followed",),
-        ),
-        (
-            [
-                {"type": "json", "value": "{"},
-                {"type": "json", "value": []},
-                {"type": "json", "value": 1},
-            ],
-            ("JSON",),
-        ),
-    ],
-    "adapter_id": [(["../../etc/passwd"], ("not supported: there are no adapters",))],
-    "temprature": [([1.0, False], ("not a known field", "did you mean `temperature`?"))],
-    "max_tokens": [([1], ("not a known field", "did you mean `max_new_tokens`?"))],
-    "n": [([2], ("not supported",))],
-    "logprobs": [([1], ("did you mean `details`?",))],
-    "stream": [([True], ("`parameters.stream`", "did you mean `stream`?"))],
-}
-PARAMETERS = [
-    Case(f"{name} {str(value)[:24]}", with_parameter(name, value), 422, (name, *words))
-    for name, rules in BAD_PARAMETERS.items()
-    for values, words in rules
-    for value in values
-]
-
-UNSUPPORTED = [
-    Case(name, {"inputs": SECRET, name: value}, 422, (f"`{name}`", "is not"))
-    for name, value in {
-        "input": "x",
-        "tools": [{}],
-        "image_url": "http://127.0.0.1/",
-        "suffix": "x",
-        "prompt_embeds": "AAAA",
-        "chat_template": "{{ 1 }}",
-        "response_format": {"type": "json_object"},
-        "max_new_tokens": 4,
-    }.items()
+    Case("truncated", prompt_and(""), 400, ("not JSON",)),
 ]
 
 
-@pytest.mark.parametrize(
-    "case", [*MALFORMED, *INPUTS, *PARAMETERS, *UNSUPPORTED], ids=lambda case: case.name
-)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 async def test_bad_body(served: Served, case: Case) -> None:
     assert_refused(await send(served, case.body), case.status, *case.words)
     assert served.engine.submits == [] and served.supervisor.open == {}
@@ -385,9 +159,7 @@ async def test_bad_body(served: Served, case: Case) -> None:
 
 @pytest.mark.parametrize("path", ["/generate_stream", "/"])
 @pytest.mark.parametrize("stream", [None, True])
-@pytest.mark.parametrize(
-    "case", [*MALFORMED[:4], *INPUTS[:3], *PARAMETERS[::20]], ids=lambda case: case.name
-)
+@pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.name)
 async def test_bad_body_elsewhere(
     served: Served, case: Case, path: str, stream: bool | None
 ) -> None:
@@ -586,12 +358,7 @@ async def test_body_size(tokenizer_folder: Path) -> None:
 SLOW = [
     Case("depth", b'{"inputs":' + b"[" * DEEP, 400),
     Case("shallow arrays", b'{"inputs":[' + b"[]," * 650_000 + b"[]]}", 400),
-    Case("keys", {f"k{i}": i for i in range(DEEP)}, 400),
-    Case("keys below", {"inputs": "a", "parameters": {f"k{i}": i for i in range(DEEP)}}, 400),
-    Case(
-        "a late double", b"{" + b"".join(b'"%d":1,' % i for i in range(DEEP)) + b'"99999":1}', 400
-    ),
-    Case("double after double", b"{" + b'"a":1,' * DEEP + b'"a":1}', 400),
+    Case("keys", {f"k{i}": i for i in range(DEEP)}, 422),
     Case("a long key", {"k" * 10**6: 1}, 422),
     Case("long keys", {f"{i:064}"[::-1] + "k" * 900: 1 for i in range(2000)}, 422),
     Case("keys nearly known", {f"parameter{i:03}": 1 for i in range(2000)}, 422),
@@ -606,7 +373,7 @@ SLOW = [
     Case(
         "biases",
         {"inputs": "a", "parameters": {"logit_bias": {str(i): "x" for i in range(DEEP)}}},
-        400,
+        422,
     ),
     Case("quotes never closed", b"{" * 65 + b'"' + b'\\"' * 900_000, 400),
 ]
@@ -761,12 +528,3 @@ def test_whatever_is_sent_the_answer_fits_and_the_next_request_is_served(
 
         any_request()
     assert min(seen[status] for status in (200, 400, 415, 422)) > 30, seen
-
-
-async def test_the_canary_lives_through_all_of_the_tables(served: Served) -> None:
-    """One server, every bad body one after the other."""
-    for case in (*MALFORMED, *INPUTS, *PARAMETERS, *UNSUPPORTED):
-        assert (await send(served, case.body)).status_code == case.status
-    assert served.engine.submits == []
-    await assert_canary(served)
-    assert served.client.admission.accepting and len(served.engine.runs) == 1
