@@ -11,7 +11,7 @@
         |-- StreamExpired      410   a resumable stream that is no longer kept
         |-- StreamCancelled    409   a resumable stream that was cancelled (sent only as an event)
         |-- Conflict           409   the Idempotency-Key of a request that is still running
-        |-- MalformedBody      400   not UTF-8, not JSON, not an object, or a duplicate key
+        |-- MalformedBody      400   not UTF-8, not JSON, or not an object
         |-- UnsupportedMedia   415   not application/json, or with a Content-Encoding
         |-- BodyTooLarge       413
         |-- InvalidRequest     422   a field that cannot be served as it is (400 in OpenAI's dialect)
