@@ -22,6 +22,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -173,9 +174,7 @@ def model_options(tree: Path, server: Server, scratch: Path) -> tuple[str, ...]:
         return ()
     pretrained = next((tree / "model").rglob("pretrained/model.safetensors")).parent
     folder = scratch / "embedded"
-    folder.mkdir()
-    for path in pretrained.iterdir():
-        (folder / path.name).symlink_to(path)
+    shutil.copytree(pretrained, folder)
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     return "--model", str(folder)
 
