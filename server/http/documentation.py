@@ -43,6 +43,15 @@ BEARER = {
     "description": "One of the keys of server.api_keys (for /metrics: of server.metrics_key).",
 }
 
+RETRY_AFTER: dict[str, Any] = {
+    "headers": {
+        "Retry-After": {
+            "description": "Seconds after which to try again.",
+            "schema": {"type": "integer"},
+        }
+    }
+}
+
 
 def documentation_routes(app: FastAPI, needs_key: Callable[[str], bool]) -> list[Route]:
     """Routes of the page and the document of `app`. The page's scripts are served by this server,
@@ -84,6 +93,7 @@ def describe(app: FastAPI, needs_key: Callable[[str], bool]) -> dict[str, Any]:
         Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
     )
     described, paths, components = app.openapi(), stated.pop("paths"), stated["components"]
+    components["responses"] |= _errors(stated.pop("errors"))
     known = dict.fromkeys([*BODIES, *extension_bodies()])
     _, bodies = models_json_schema(
         [(body, "validation") for body in known], ref_template="#/components/schemas/{model}"
@@ -96,6 +106,14 @@ def describe(app: FastAPI, needs_key: Callable[[str], bool]) -> dict[str, Any]:
     for path, operations in described["paths"].items():
         for method, operation in operations.items():
             operation |= (paths.get(path) or paths[f"/v1{path}"])[method]
+            names = operation["responses"].pop("errors", "").split()
+            operation["responses"] |= {
+                status: {"$ref": f"#/components/responses/{name}"}
+                for status, name in [
+                    *((name[-3:], name) for name in names),
+                    ("default", "Connection"),
+                ]
+            }
             operation["summary"], _, operation["description"] = operation["description"].partition(
                 "\n\n"
             )
@@ -105,3 +123,16 @@ def describe(app: FastAPI, needs_key: Callable[[str], bool]) -> dict[str, Any]:
             else:
                 operation["responses"].pop("401", None)
     return described | stated
+
+
+def _errors(texts: dict[str, dict[str, str]]) -> dict[str, Any]:
+    """The error responses of each dialect by name, such as Tgi400, from their descriptions."""
+    found: dict[str, Any] = {}
+    for dialect, of_dialect in texts.items():
+        schema = {"$ref": f"#/components/schemas/{dialect}Error"}
+        for status, text in of_dialect.items():
+            response = {"description": text, "content": {"application/json": {"schema": schema}}}
+            if status in ("429", "503"):
+                response |= RETRY_AFTER
+            found[dialect + status] = response
+    return found
