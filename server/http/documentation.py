@@ -16,7 +16,6 @@ from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 
@@ -24,7 +23,6 @@ from server.http.exchange import Dialect
 from server.http.extensions import extension_bodies
 from server.http.openai.chat_fields import ChatBody
 from server.http.openai.fields import CompletionBody
-from server.http.packed import PackedBody
 from server.http.routes import Route
 from server.http.tgi.fields import GenerateBody
 from server.http.token_fields import DetokenizeBody, TokenizeBody
@@ -43,15 +41,6 @@ BEARER = {
     "description": "One of the keys of server.api_keys (for /metrics: of server.metrics_key).",
 }
 
-RETRY_AFTER: dict[str, Any] = {
-    "headers": {
-        "Retry-After": {
-            "description": "Seconds after which to try again.",
-            "schema": {"type": "integer"},
-        }
-    }
-}
-
 
 def documentation_routes(app: FastAPI, needs_key: Callable[[str], bool]) -> list[Route]:
     """Routes of the page and the document of `app`. The page's scripts are served by this server,
@@ -59,11 +48,11 @@ def documentation_routes(app: FastAPI, needs_key: Callable[[str], bool]) -> list
     """
 
     @cache
-    def document() -> PackedBody:
-        return PackedBody(json.dumps(describe(app, needs_key)).encode(), "application/json")
+    def document() -> bytes:
+        return json.dumps(describe(app, needs_key)).encode()
 
-    async def openapi(http: Request) -> Response:
-        return document().response(http)
+    async def openapi() -> Response:
+        return Response(document(), media_type="application/json")
 
     async def docs() -> Response:
         return get_swagger_ui_html(
@@ -93,16 +82,12 @@ def describe(app: FastAPI, needs_key: Callable[[str], bool]) -> dict[str, Any]:
         Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
     )
     described, paths, components = app.openapi(), stated.pop("paths"), stated["components"]
-    components["responses"] |= _errors(stated.pop("errors"))
+    components["responses"] |= _errors(stated.pop("errors"), stated.pop("retry_headers"))
     known = dict.fromkeys([*BODIES, *extension_bodies()])
     _, bodies = models_json_schema(
         [(body, "validation") for body in known], ref_template="#/components/schemas/{model}"
     )
     components["schemas"] |= bodies["$defs"]
-    for schema in bodies["$defs"].values():  # Required fields first.
-        schema["properties"] = {name: None for name in schema.get("required", ())} | schema[
-            "properties"
-        ]
     for path, operations in described["paths"].items():
         for method, operation in operations.items():
             operation |= (paths.get(path) or paths[f"/v1{path}"])[method]
@@ -125,14 +110,17 @@ def describe(app: FastAPI, needs_key: Callable[[str], bool]) -> dict[str, Any]:
     return described | stated
 
 
-def _errors(texts: dict[str, dict[str, str]]) -> dict[str, Any]:
+def _errors(texts: dict[str, dict[str, str]], retry: dict[str, Any]) -> dict[str, Any]:
     """The error responses of each dialect by name, such as Tgi400, from their descriptions."""
     found: dict[str, Any] = {}
     for dialect, of_dialect in texts.items():
         schema = {"$ref": f"#/components/schemas/{dialect}Error"}
         for status, text in of_dialect.items():
-            response = {"description": text, "content": {"application/json": {"schema": schema}}}
+            response: dict[str, Any] = {
+                "description": text,
+                "content": {"application/json": {"schema": schema}},
+            }
             if status in ("429", "503"):
-                response |= RETRY_AFTER
+                response["headers"] = retry
             found[dialect + status] = response
     return found

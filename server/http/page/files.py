@@ -5,24 +5,18 @@ secret, so it needs no key. Its URLs are relative, so that a reverse proxy may s
 prefix. It knows no API.
 """
 
-import hashlib
 from pathlib import Path
 
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
+from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
 
-from server.errors import NotFound
 from server.http.exchange import Dialect
-from server.http.packed import PackedBody
 from server.http.routes import Access, Route
 
 FOLDER = Path(__file__).resolve().parents[2] / "ui"
-TYPES = {
-    ".html": "text/html",
-    ".css": "text/css",
-    ".js": "text/javascript",
-    ".svg": "image/svg+xml",
-}
 HEADERS = {
     "cache-control": "no-cache",
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src "
@@ -34,25 +28,22 @@ HEADERS = {
 }
 
 
-def file_routes() -> list[Route]:
-    """Routes of the page and its files, which are read and compressed once."""
-    paths = [path for path in FOLDER.rglob("*.*") if path.suffix in TYPES]
-    files = {
-        path.relative_to(FOLDER).as_posix(): PackedBody(path.read_bytes(), TYPES[path.suffix])
-        for path in paths
-    }
+class PageFiles(StaticFiles):
+    """The folder's files, with the headers of the page."""
 
-    def answer(http: Request, name: str) -> Response:
-        if name not in files:
-            raise NotFound("no such file of the playground")
-        tag = f'W/"{hashlib.sha256(files[name].plain).hexdigest()[:32]}"'
-        headers = {**HEADERS, "etag": tag}
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        """The response for a file. Raises HTTPException."""
+        response = await super().get_response(path, scope)
+        response.headers.update(HEADERS)
         # A secure context: in others a browser logs that it ignores the policy.
-        if "sec-fetch-dest" in http.headers:
-            headers["cross-origin-opener-policy"] = "same-origin"
-        if tag in http.headers.get("if-none-match", ""):
-            return Response(status_code=304, headers=headers | {"vary": "accept-encoding"})
-        return files[name].response(http, headers)
+        if any(name == b"sec-fetch-dest" for name, _ in scope["headers"]):
+            response.headers["cross-origin-opener-policy"] = "same-origin"
+        return response
+
+
+def file_routes() -> list[Route]:
+    """Routes of the page and its files."""
+    files = PageFiles(directory=FOLDER, check_dir=False)
 
     async def page(http: Request) -> Response:
         """Show the playground."""
@@ -60,21 +51,9 @@ def file_routes() -> list[Route]:
         # server.root_path alone: relative URLs of the page would leave out its last part.
         if not path.endswith("/"):
             return RedirectResponse(f"{path.rpartition('/')[2]}/")
-        return answer(http, "index.html")
-
-    async def file(http: Request, name: str) -> Response:
-        """Show a file of the playground."""
-        return answer(http, name)
+        return await files.get_response("index.html", http.scope)
 
     return [
         Route("/", ("GET",), page, Dialect.TGI, Access.PUBLIC, head=True, documented=False),
-        Route(
-            "/ui/{name:path}",
-            ("GET",),
-            file,
-            Dialect.TGI,
-            Access.PUBLIC,
-            head=True,
-            documented=False,
-        ),
+        Route("/ui/{path:path}", (), GZipMiddleware(files), Dialect.TGI, Access.PUBLIC),
     ]

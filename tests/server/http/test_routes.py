@@ -113,7 +113,7 @@ async def test_every_route_that_generates_does_it_as_the_caller_of_its_key(tmp_p
 async def test_a_path_has_the_access_and_the_dialect_of_its_route(tmp_path: Path) -> None:
     table = (await make(tmp_path)).app.table
     public = {route.path for route in table.routes if route.access is Access.PUBLIC}
-    assert public == {"/live", "/ready", "/health", "/ping", "/", "/ui/{name:path}"}
+    assert public == {"/live", "/ready", "/health", "/ping", "/", "/ui/{path:path}"}
     assert [table.find("/", method).access for method in ("GET", "HEAD", "POST", "PUT")] == [
         *[Access.PUBLIC] * 2,
         *[Access.API_KEY] * 2,

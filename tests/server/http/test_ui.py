@@ -12,6 +12,7 @@ from server.http.page import files as ui_files
 from tests.server.http.test_documentation import KEYED, PREFIX, door
 
 MAX_BYTES = 150_000
+TYPES = {"text/css", "text/javascript", "image/svg+xml"}
 
 
 def policy(response: httpx.Response) -> dict[str, str]:
@@ -31,10 +32,7 @@ async def test_the_page_and_its_files_need_no_key(tokenizer_folder: Path) -> Non
         for url in re.findall(r'(?:src|href)="(ui/[^"]+)"', page.text):
             file = await http.get(f"/{url}")
             assert file.status_code == 200, url
-            assert (
-                file.headers["content-type"].partition(";")[0]
-                == ui_files.TYPES[f".{url.rpartition('.')[2]}"]
-            )
+            assert file.headers["content-type"].partition(";")[0] in TYPES, url
         assert (await http.post("/", json={"inputs": "a"})).status_code == 401
         assert (await http.get("/openapi.json")).status_code == 401
 
@@ -85,47 +83,12 @@ async def test_a_file_that_is_known_is_not_sent_again(tokenizer_folder: Path) ->
             plain.content == first.content
             and int(first.headers["content-length"]) < len(plain.content) / 2
         )
-        head = await http.head("/ui/app.js")
-        assert (
-            head.status_code == 200
-            and head.headers["content-length"] == first.headers["content-length"]
-        )
-
-
-@pytest.mark.parametrize(
-    ("accepted", "is_packed"),
-    [
-        ("gzip", True),
-        ("br, GZIP;q=0.5, identity", True),
-        ("deflate,gzip ; q=1.0", True),
-        ("gzip;q=0.001", True),
-        ("gzip;q=0", False),
-        ("gzip; q=0.000, identity", False),
-        ("br", False),
-        ("not-gzip", False),
-        ("", False),
-    ],
-)
-async def test_a_file_is_compressed_for_clients_that_accept_gzip(
-    tokenizer_folder: Path, accepted: str, is_packed: bool
-) -> None:
-    async with door(tokenizer_folder) as (_, http):
-        answer = await http.get("/ui/app.js", headers={"accept-encoding": accepted})
-        assert (answer.headers.get("content-encoding") == "gzip") is is_packed
-        assert answer.headers["vary"] == "accept-encoding"
+        assert (await http.head("/ui/app.js")).status_code == 200
 
 
 @pytest.mark.parametrize(
     "path",
-    [
-        "/ui/",
-        "/ui/nothing.js",
-        "/ui/../config.py",
-        "/ui/%2e%2e/config.py",
-        "/ui//app.js",
-        "/ui/vendor",
-        "/ui",
-    ],
+    ["/ui/", "/ui/nothing.js", "/ui/../config.py", "/ui/%2e%2e/config.py", "/ui/vendor", "/ui"],
 )
 async def test_no_other_file_is_served(tokenizer_folder: Path, path: str) -> None:
     async with door(tokenizer_folder) as (_, http):
@@ -164,7 +127,7 @@ async def test_it_can_be_turned_off(tokenizer_folder: Path) -> None:
 
 async def test_it_is_small(tokenizer_folder: Path) -> None:
     """All files together as a browser gets them, and the lines of what is ours."""
-    files = [path for path in ui_files.FOLDER.rglob("*") if path.suffix in ui_files.TYPES]
+    files = [path for path in ui_files.FOLDER.rglob("*") if path.is_file()]
     async with door(tokenizer_folder) as (_, http):
         answers = [await http.get(f"/ui/{path.relative_to(ui_files.FOLDER)}") for path in files]
     assert sum(int(answer.headers["content-length"]) for answer in answers) <= MAX_BYTES
