@@ -53,8 +53,6 @@ TABLE = (
     Raw("TLS", CLIENT_HELLO, (400,)),
     Raw("HTTP/2", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", (400,)),
     Raw("pipelining", GET + GET, (200, 200), closed=False),
-    Raw("no Host", b"GET /live HTTP/1.1\r\n\r\n", (400,)),
-    Raw("two Hosts", b"GET /live HTTP/1.1\r\nhost: localhost\r\nhost: y\r\n\r\n", (400,)),
     Raw(
         "a header without a colon",
         b"GET /live HTTP/1.1\r\nhost: localhost\r\nnothing\r\n\r\n",
