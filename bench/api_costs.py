@@ -163,11 +163,9 @@ def measure(
                 waiting.unregister(key.fileobj)
                 key.fileobj.close()  # type: ignore[union-attr]
     assert began is not None
-    cpu, own, wall = (
-        processor_seconds(pid) - began[0],
-        time.process_time() - began[1],
-        time.monotonic() - began[2],
-    )
+    cpu = processor_seconds(pid) - began[0]
+    own = time.process_time() - began[1]
+    wall = time.monotonic() - began[2]
     count = num_streams * num_tokens
     if any(number != num_tokens for number in events):
         raise ValueError(f"{min(events)} events came of {num_tokens}")

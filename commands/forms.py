@@ -36,10 +36,8 @@ def stored(
     with suppress(CheckpointError):
         checkpoint = Checkpoint(folder)
         check_tensors(folder, decoder, {name: checkpoint.entry(name) for name in checkpoint.files})
-        names, matrices = (
-            family_of(decoder.spec.model_type).weight_names(decoder.spec),
-            _matrices(decoder),
-        )
+        names = family_of(decoder.spec.model_type).weight_names(decoder.spec)
+        matrices = _matrices(decoder)
         for name, parameter in decoder.named_parameters():
             if parameter not in matrices:
                 total += parameter.numel() * ITEM_BYTES["float32"]

@@ -97,8 +97,7 @@ class TrainOptions(ToolOptions):
         description="folders of text, or files: the corpus, each PATH or PATH=WEIGHT, with commas "
         "between "
         "them. Files in UTF-8 of any name are read, and each `text` of JSON lines; an epoch holds "
-        "them "
-        "WEIGHT times; stdlib is this Python's standard library, which is also the default",
+        "them WEIGHT times; stdlib is this Python's standard library, which is also the default",
     )
     work: Path = Field(
         Path("runs/train"),
@@ -135,8 +134,7 @@ class TrainOptions(ToolOptions):
         ge=0,
         le=1,
         description="share of the documents rearranged for fill-in-the-middle; default: 0.3, or 0 "
-        "if the tokenizer of --init has no marks "
-        "for it",
+        "if the tokenizer of --init has no marks for it",
     )
     learning_rate: float = Field(
         0.0, ge=0, description=f"peak of the schedule; 0: {FROM_SCRATCH}, or {GOING_ON} with --init"
@@ -255,10 +253,8 @@ class PlanOptions(ToolOptions):
     quantization: Literal["auto", "none", "int8", "int4", "all"] = Field(
         "auto",
         description="of the weights, auto as engine.quantization has it; of int8 and int4 also "
-        "what they cost in "
-        "perplexity, measured on this machine where the weights are there. all: every form's "
-        "perplexity, with memory planned "
-        "for auto",
+        "what they cost in perplexity, measured on this machine where the weights are there. all: "
+        "every form's perplexity, with memory planned for auto",
     )
     cache_dtype: Literal["auto", "fp8"] = Field(
         "auto", description="fp8: keys and values in 8 bits"

@@ -194,10 +194,8 @@ def _costs(
         pages.append(array("q", range(used, used + count)))
         used += count
     for start in range(0, len(window), STEP_TOKENS):
-        tokens, targets = (
-            window[start : start + STEP_TOKENS],
-            window[start + 1 : start + 1 + STEP_TOKENS],
-        )
+        tokens = window[start : start + STEP_TOKENS]
+        targets = window[start + 1 : start + 1 + STEP_TOKENS]
         result = runner.run(StepPlan((Row(0, tokens, start, pages, None, Scoring(0, targets, 0)),)))
         costs += [-score.logprob for score in result.scored.get(0, ())]
         advance(len(tokens))

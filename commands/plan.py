@@ -110,17 +110,13 @@ def make_plan(options: PlanOptions) -> Plan:
     """
     spec, heads = read_heads(options.model)
     device, reason, memory = _device(options)
-    share, dtypes = (
-        device_class(device).default_cache_share,
-        device_class(device)().dtypes(options.dtype),
-    )
+    share = device_class(device).default_cache_share
+    dtypes = device_class(device)().dtypes(options.dtype)
     compute, cache = (str(each).removeprefix("torch.") for each in (dtypes.compute, dtypes.cache))
     decoder = meta_decoder(spec)
-    held, mixed, blocks = (
-        str(dtypes.matrices).removeprefix("torch."),
-        dict[str, int](),
-        Counter[str](),
-    )
+    held = str(dtypes.matrices).removeprefix("torch.")
+    mixed = dict[str, int]()
+    blocks = Counter[str]()
     if dtypes.matrices is None:
         held, mixed, blocks = stored(
             options.model, decoder, options.quantization in ("auto", "all")

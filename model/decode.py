@@ -50,10 +50,8 @@ def lines_of(rows: Sequence[Row], num_decoding: int) -> list[int]:
     """For each token of these rows its line in a DecodeTable of them, which begins with so many
     lines of others.
     """
-    draws, others = (
-        count(num_decoding),
-        count(num_decoding + sum(row.sample is not None for row in rows)),
-    )
+    draws = count(num_decoding)
+    others = count(num_decoding + sum(row.sample is not None for row in rows))
     return [
         next(draws if place == len(row.tokens) - 1 and row.sample is not None else others)
         for row in rows
@@ -110,15 +108,11 @@ class DecodeTable:
             layout, num_decoding + sum(len(row.tokens) for row in rows), max([longest, *ends])
         )
         if decode is not None:
-            table.ids, table.pages, table.samples = (
-                decode.ids[:],
-                decode.pages[:],
-                decode.samples[:],
-            )
-            table.fields_FR[:, :num_decoding], table.settings_RN[:num_decoding] = (
-                decode.fields_FR,
-                decode.settings_RN,
-            )
+            table.ids = decode.ids[:]
+            table.pages = decode.pages[:]
+            table.samples = decode.samples[:]
+            table.fields_FR[:, :num_decoding] = decode.fields_FR
+            table.settings_RN[:num_decoding] = decode.settings_RN
             table._num_needing = sum(map(needs_more, decode.samples)) if decode.needs_samples else 0
             decode.copy_tables(table.tables)
         for row, end, source in zip(rows, ends, sources, strict=True):
@@ -153,10 +147,8 @@ class DecodeTable:
         self.ids += [NO_LINE] * count
         self.pages += [row.pages] * count
         self.samples += [NO_SAMPLE] * count
-        self.positions_R[lines], self.tokens_R[lines] = (
-            range(row.start, row.start + count),
-            row.tokens[:count],
-        )
+        self.positions_R[lines] = range(row.start, row.start + count)
+        self.tokens_R[lines] = row.tokens[:count]
         for table, listed in zip(self.tables, row.pages, strict=True):
             known = listed[: table.shape[1]]
             table[lines, : len(known)] = known
@@ -173,11 +165,9 @@ class DecodeTable:
         last = len(self.ids) - 1
         self._num_needing -= needs_more(self.samples[line])
         if line != last:
-            self.ids[line], self.pages[line], self.samples[line] = (
-                self.ids[last],
-                self.pages[last],
-                self.samples[last],
-            )
+            self.ids[line] = self.ids[last]
+            self.pages[line] = self.pages[last]
+            self.samples[line] = self.samples[last]
             self.fields_FR[:, line] = self.fields_FR[:, last]
             for column_R in (self.settings_RN, *self.tables):
                 column_R[line] = column_R[last]

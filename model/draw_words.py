@@ -133,10 +133,8 @@ def pack_redraw(rows: Sequence[int], samples: Sequence[Sample], num_tokens: int)
     filtered = [
         i for i, sample in enumerate(samples) if is_filtered(sample) and not is_typical(sample)
     ]
-    limits, settings = (
-        np.zeros((len(filtered), NUM_LIMITS), np.int32),
-        [samples[i].sampling for i in filtered],
-    )
+    limits = np.zeros((len(filtered), NUM_LIMITS), np.int32)
+    settings = [samples[i].sampling for i in filtered]
     limits[:, 0] = changes[filtered, 0]
     limits[:, 1] = filtered if is_copied else limits[:, 0]
     limits[:, 2] = [min(s.top_k, num_tokens) for s in settings]

@@ -116,13 +116,11 @@ class KernelDrawn:
         drawn_S: Tensor | None,
         captured: Captured,
     ) -> None:
-        self._device, self._logits_SV, self._special, self._drawn_S, self._captured = (
-            device,
-            logits_SV,
-            special,
-            drawn_S,
-            captured,
-        )
+        self._device = device
+        self._logits_SV = logits_SV
+        self._special = special
+        self._drawn_S = drawn_S
+        self._captured = captured
         self._failed: list[int] = []
         if special and (
             again := [
@@ -167,11 +165,9 @@ class KernelDrawn:
 
     def read(self) -> list[SampledToken | SampleError]:
         results = self._results_SR.numpy()
-        tokens, logprobs, states = (
-            results[:, 0].tolist(),
-            results[:, 1].view(np.float32).tolist(),
-            results[:, 4],
-        )
+        tokens = results[:, 0].tolist()
+        logprobs = results[:, 1].view(np.float32).tolist()
+        states = results[:, 4]
         tops: Sequence[tuple[tuple[int, float], ...]] = (
             [()] * len(tokens) if self._tops is None else self._tops.read()
         )
@@ -246,11 +242,9 @@ class _Part:
         )
 
     def read(self) -> list[SampledToken | SampleError]:
-        tokens, (logprobs, normalisers, largest), tops = (
-            self._tokens_S.tolist(),
-            self._numbers_3S.tolist(),
-            self._tops.read(),
-        )
+        tokens = self._tokens_S.tolist()
+        (logprobs, normalisers, largest) = self._numbers_3S.tolist()
+        tops = self._tops.read()
         if all(map(isfinite, normalisers)) and all(map(isfinite, largest)):
             return list(map(SampledToken, tokens, logprobs, tops))
         return list(map(_outcome, tokens, logprobs, normalisers, largest, tops))

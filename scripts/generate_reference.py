@@ -48,8 +48,7 @@ EXIT_CODES = {
     0: "The command did what it was asked. `onehead serve`: it was told to stop, and open streams "
     "finished.",
     1: "`onehead bench`, `onehead batch`: it ran to the end, and some requests failed or were "
-    "refused. `onehead top`, `onehead bench`: the "
-    "server cannot be used.",
+    "refused. `onehead top`, `onehead bench`: the server cannot be used.",
     2: "Usage: an option, command or file that the command does not take.",
     70: "The engine cannot be kept alive, or an internal error.",
     71: "A port or memory that cannot be had, also `cache.memory` above what the machine has.",
@@ -90,8 +89,7 @@ CODES = {
     "too_many_jobs": "Too many long texts and grammars, of this client or of all, wait to be "
     "processed.",
     "too_many_requests": "`engine.max_running` plus `server.max_waiting` sequences (choices of "
-    "requests) are open, or as many of one "
-    "client as it may have.",
+    "requests) are open, or as many of one client as it may have.",
     "too_many_viewers": "As many connections as may watch the server at `/monitor` do.",
     "too_many_waiting_tokens": "1,000,000 prompt tokens are waiting, or as many of one client as "
     "may.",

@@ -50,11 +50,8 @@ def fork(work: Callable[[], object], *descriptors: int, most_bytes: int | None =
     error and these descriptors alone, and may allocate `most_bytes` more. Returns its process id.
     Nothing waits for it: its end is seen in what it closes. Raises OSError.
     """
-    # Another thread may hold the lock for loading it when the copy is made.
-    parent, _ = (
-        os.getpid(),
-        _c_library(),
-    )
+    _c_library()  # Another thread may hold the lock for loading it when the copy is made.
+    parent = os.getpid()
     if child := os.fork():
         return child
     try:

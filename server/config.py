@@ -102,14 +102,12 @@ class ServerSection(Section):
         None,
         pattern=r"^https?://[^\s/]\S*$",
         description="base URL, like http://localhost:4318, of an OpenTelemetry collector that "
-        "gets a trace of each request by OTLP over "
-        "HTTP; needs onehead[tracing]; default: none",
+        "gets a trace of each request by OTLP over HTTP; needs onehead[tracing]; default: none",
     )
     kv_events: str = Field(
         "",
         description="address, like tcp://*:5557, where ZeroMQ publishes in vLLM's format which "
-        "prefixes are cached; needs "
-        "onehead[events]; default: none",
+        "prefixes are cached; needs onehead[events]; default: none",
     )
     kv_events_replay: str = Field(
         "",
@@ -122,8 +120,7 @@ class ServerSection(Section):
     trusted_proxies: Networks = Field(
         (),
         description="addresses, like 10.0.3.7, or networks of the proxies whose X-Forwarded-For "
-        "names "
-        "the client; default: none is believed",
+        "names the client; default: none is believed",
     )
     root_path: str = Field(
         "",
@@ -134,8 +131,8 @@ class ServerSection(Section):
     allowed_hosts: Words = Field(
         (),
         description="names and addresses, without a port, that the Host header may have beside "
-        "localhost and loopback addresses; "
-        "default: where the server listens on a loopback address alone, no others; elsewhere any",
+        "localhost and loopback addresses; default: where the server listens on a loopback "
+        "address alone, no others; elsewhere any",
     )
     cors_origins: Origins = Field(
         (),
@@ -201,24 +198,21 @@ class EngineSection(Section):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="of weights and cache, on a GPU also of arithmetic, which is float32 on a "
-        "CPU; auto: bfloat16 on a GPU; on a CPU "
-        "weights as the checkpoint stores them and a float32 cache, with the results of float32 "
-        "bit for bit",
+        description="of weights and cache, on a GPU also of arithmetic, which is float32 on a CPU; "
+        "auto: bfloat16 on a GPU; on a CPU weights as the checkpoint stores them and a float32 "
+        "cache, with the results of float32 bit for bit",
     )
     quantization: Literal["auto", "none", "int8", "int4"] = Field(
         "auto",
         description="weights in fewer bits, and on a CPU activations in 8; auto: none, but on a "
         "CPU with engine.dtype auto a GGUF file's "
         "quantized matrices as they are, Q4_0, Q4_1 and Q4_K in int4 and others in int8; int8: a "
-        "scale for each block of 32 inputs; int4: "
-        "a scale and a minimum for each",
+        "scale for each block of 32 inputs; int4: a scale and a minimum for each",
     )
     deterministic: bool = Field(
         False,
         description="batch-invariant, the same bits whatever else is computed: on a GPU by slower "
-        "kernels for matrix products; refused "
-        "where it cannot be had",
+        "kernels for matrix products; refused where it cannot be had",
     )
     threads: int | None = Field(
         None,
@@ -244,14 +238,12 @@ class EngineSection(Section):
         ge=1,
         le=65536,
         description="most tokens computed in one step; at least max_running; default: 512 on a "
-        "CPU, 4096 on a GPU, or max_running if that "
-        "is more",
+        "CPU, 4096 on a GPU, or max_running if that is more",
     )
     speculation: Literal["none", "ngram"] = Field(
         "none",
         description="ngram: guess tokens from the text so far and check several in one step; no "
-        "output changes where kernels are "
-        "batch-invariant, elsewhere the last bits may",
+        "output changes where kernels are batch-invariant, elsewhere the last bits may",
     )
     serve_pooled: bool = Field(
         False,
@@ -331,8 +323,7 @@ def _check_host(value: str) -> str:
     """An empty host would listen on every interface."""
     if not value.strip():
         raise ValueError(
-            "must be an address to listen on, like 127.0.0.1, or 0.0.0.0 for every interface; "
-            f"got {value!r}"
+            "must be an address to listen on, like 127.0.0.1, or 0.0.0.0 for every interface"
         )
     return value
 

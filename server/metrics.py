@@ -15,7 +15,6 @@ from typing import Any
 
 from msgspec.structs import asdict
 from prometheus_client import (
-    CONTENT_TYPE_LATEST,
     CollectorRegistry,
     Counter,
     Gauge,
@@ -29,7 +28,6 @@ from prometheus_client.registry import Collector
 from server.metrics_aliases import aliases
 from server.protocol import Gauges, Ready
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
 LATENCY_BOUNDS = (
     0.001,
     0.0025,
@@ -345,10 +343,8 @@ class Metrics:
         """All metrics in the Prometheus text format."""
         self._settle()
         if (now := time.monotonic()) >= self._processes_until:
-            self._processes, self._processes_until = (
-                generate_latest(self.process_registry).decode(),
-                now + 1,
-            )
+            self._processes = generate_latest(self.process_registry).decode()
+            self._processes_until = now + 1
         text = "".join(
             (
                 self._processes,

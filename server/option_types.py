@@ -63,9 +63,8 @@ def _check_origin(value: str) -> str:
     is_bare = re.fullmatch("[^*@/]+://[^*@/]+", value) and value == written and value.islower()
     if not is_bare and value not in ("*", "null", "file://"):
         raise ValueError(
-            f"{value!r} is the origin of no page; browsers send a scheme and a host in lower "
-            "case, a "
-            "port unless it is the scheme's own, and nothing else: https://app.example:8443. "
+            f"{value!r} is the origin of no page; browsers send a scheme and a host in lower case, "
+            "a port unless it is the scheme's own, and nothing else: https://app.example:8443. "
             "* alone stands for every page"
         )
     return value

@@ -12,6 +12,7 @@ import logging
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -86,11 +87,11 @@ def read_texts(folder: Path, section: ServerSection) -> Texts:
     """The tokenizer and chat template of a checkpoint. Raises ConfigurationError, or
     CheckpointError if the tokenizer does not fit the model.
     """
-    # The engine reads the spec too, and warns.
-    codec, spec = (
-        TextCodec(folder, section.chat_template),
-        read_spec(folder, warn=False),
-    )
+    # In a thread, whose allocations have an arena of their own: what this process and its children
+    # allocate later would else lie between them, and copy the pages that they share.
+    with ThreadPoolExecutor(1) as pool:
+        codec = pool.submit(TextCodec, folder, section.chat_template).result()
+    spec = read_spec(folder, warn=False)  # The engine reads the spec too, and warns.
     if codec.largest_id >= spec.vocab_size:
         raise CheckpointError(
             f"{codec.path}: has ids up to {codec.largest_id}, expected all below vocab_size "
@@ -99,8 +100,7 @@ def read_texts(folder: Path, section: ServerSection) -> Texts:
     if not spec.end_token_ids and not codec.end_token_ids:
         raise CheckpointError(
             f"{folder}: no end-of-sequence token; expected eos_token_id in generation_config.json "
-            "or config.json, or eos_token in "
-            "tokenizer_config.json"
+            "or config.json, or eos_token in tokenizer_config.json"
         )
     texts = Texts(codec, spec.end_token_ids)
     _ = texts.calls  # Which may ask for every token of the vocabulary.
@@ -202,10 +202,9 @@ class SupervisedEngine:
         before, self._num_oom_kills = self._num_oom_kills, num_oom_kills()
         if status == -signal.SIGKILL and self._num_oom_kills > before:
             log.error(
-                "the kernel ended a process for lack of memory (OOM killer): lower cache.memory "
-                "or cache.pages, hold the weights in "
-                "fewer bits (engine.quantization), or raise the limit of memory of this container "
-                "or service"
+                "the kernel ended a process for lack of memory (OOM killer): lower cache.memory or "
+                "cache.pages, hold the weights in fewer bits (engine.quantization), or raise the "
+                "limit of memory of this container or service"
             )
         then(status)
 

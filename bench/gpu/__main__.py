@@ -9,8 +9,7 @@ if __name__ == "__main__":
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         sys.exit(
             f"bench.gpu: {sys.executable} cannot import {', '.join(missing)}; bench/gpu/README.md "
-            "says what a host needs, and "
-            "scripts/gpu-bundle collects it for one without internet"
+            "says what a host needs, and scripts/gpu-bundle collects it for one without internet"
         )
     from bench.gpu.run import main
 

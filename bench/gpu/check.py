@@ -46,10 +46,8 @@ LONGEST, SMALL_LONGEST = 2000, 90
 NEAR_LOGPROB = 0.3
 """Largest distance of a log-probability where products are not batch-invariant: cuBLAS rounds
 otherwise in a padded batch."""
-PRODUCTS, SMALL_PRODUCTS = (
-    ((2304, 2048), (2048, 2048), (8192, 2048), (2048, 8192), (3072, 4544)),
-    ((40, 1100),),
-)
+PRODUCTS = ((2304, 2048), (2048, 2048), (8192, 2048), (2048, 8192), (3072, 4544))
+SMALL_PRODUCTS = ((40, 1100),)
 """Outputs and inputs: StarCoderBase-1B's, and inputs that are no power of two."""
 NUM_ROWS, SMALL_NUM_ROWS = (1, 2, 16, 17, 32, 64, 65, 600), (1, 70)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -128,10 +126,8 @@ def products(part: Part) -> None:
             x = torch.randn((SMALL_NUM_ROWS if part.small else NUM_ROWS)[-1], inputs).to(
                 part.device, dtype
             )
-            weight, bias = (
-                torch.randn(outputs, inputs).to(part.device, dtype) * inputs**-0.5,
-                torch.randn(outputs).to(part.device, dtype),
-            )
+            weight = torch.randn(outputs, inputs).to(part.device, dtype) * inputs**-0.5
+            bias = torch.randn(outputs).to(part.device, dtype)
             expected = x.double() @ weight.double().T + bias.double()
             together = multiply(x[:, None], weight[None], bias)[:, 0]
             worst = 0.0
@@ -179,10 +175,8 @@ def replays(part: Part, options: dict[str, Any]) -> dict[str, Any]:
     Raises AssertionError for too far.
     """
     batches, longest = (SMALL_BATCHES, SMALL_LONGEST) if part.small else (BATCHES, LONGEST)
-    most, pages = (
-        max(*batches, NUM_SAMPLED),
-        max(*batches, NUM_SAMPLED) * pages_for(longest, PAGE_SIZE),
-    )
+    most = max(*batches, NUM_SAMPLED)
+    pages = max(*batches, NUM_SAMPLED) * pages_for(longest, PAGE_SIZE)
     core, ready = engine(
         part, EMBEDDED, max_running=most, pages=pages, page_size=PAGE_SIZE, **options
     )

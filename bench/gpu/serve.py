@@ -153,11 +153,9 @@ def fill(part: Part, core: "EngineCore") -> None:
     """All sequences, up to where each of the next steps gives each of them one token."""
     from model.step import Sampling
 
-    scheduler, prompt_tokens, sampling = (
-        core.scheduler,
-        16 if part.small else 512,
-        Sampling(temperature=part.workload.temperature),
-    )
+    scheduler = core.scheduler
+    prompt_tokens = 16 if part.small else 512
+    sampling = Sampling(temperature=part.workload.temperature)
     for number, prompt in enumerate(part.workload.prompts):
         scheduler.submit(
             10**6 + number, (prompt * 6)[:prompt_tokens], sum(many_and_few(part)) + 64, sampling
@@ -257,10 +255,8 @@ def send(
     from commands.bench.bench import Ask
 
     endpoint, rng = Endpoint.parse(f"http://127.0.0.1:{port}"), random.Random(seed)
-    asks, outcomes = (
-        [Ask(*each, temperature=temperature) for each in lengths],
-        [Outcome(0.0) for _ in lengths],
-    )
+    asks = [Ask(*each, temperature=temperature) for each in lengths]
+    outcomes = [Outcome(0.0) for _ in lengths]
     requests = [endpoint.request("POST", "/generate", ask.body(rng)) for ask in asks]
 
     def clock() -> float:

@@ -32,12 +32,10 @@ class Batches:
     ) -> None:
         self.model = _model(path)
         options = llama.llama_context_default_params()
-        options.n_ctx, options.n_batch, options.n_ubatch, options.n_seq_max = (
-            context,
-            MOST_TOKENS,
-            MOST_TOKENS,
-            sequences,
-        )
+        options.n_ctx = context
+        options.n_batch = MOST_TOKENS
+        options.n_ubatch = MOST_TOKENS
+        options.n_seq_max = sequences
         options.n_threads = options.n_threads_batch = threads
         options.kv_unified = True
         if float32_cache:
@@ -87,11 +85,9 @@ def _model(path: str) -> Any:
 
 def perplexity(path: str, windows: list[list[int]], threads: int) -> dict[str, Any]:
     """exp of the mean -log p of every token that has one before it in its window."""
-    batches, nats, count = (
-        Batches(path, threads, max(map(len, windows)) + SCORED_AT_ONCE, 1, float32_cache=True),
-        0.0,
-        0,
-    )
+    batches = Batches(path, threads, max(map(len, windows)) + SCORED_AT_ONCE, 1, float32_cache=True)
+    nats = 0.0
+    count = 0
     for window in windows:
         batches.forget(0)
         for start in range(0, len(window), SCORED_AT_ONCE):

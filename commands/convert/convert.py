@@ -180,8 +180,7 @@ def read_tensors(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
             # `transformers` would keep that head.
             raise CheckpointError(
                 f"{folder}: {TIED_DUPLICATE} differs from {embedding.name}, to which config.json "
-                "ties it; "
-                "expected the same values, or tie_word_embeddings false"
+                "ties it; expected the same values, or tie_word_embeddings false"
             )
     return tensors
 

@@ -197,8 +197,7 @@ def _check_packages(vocabularies: list[Path]) -> None:
         packages = " ".join(lacking)
         raise ConfigurationError(
             f"{vocabularies[0].parent}: converting {_names(vocabularies)} to a tokenizer.json "
-            f"needs {packages}: "
-            f"{sys.executable} -m pip install {packages}"
+            f"needs {packages}: {sys.executable} -m pip install {packages}"
         )
 
 
@@ -239,6 +238,5 @@ def _check(folder: Path, tokenizer: Any) -> None:
                     text = json.dumps(probe, ensure_ascii=False)
                     raise ConfigurationError(
                         f"{kind.__name__} does not read {path.name} as SentencePiece does, for "
-                        f"example {text}; "
-                        f"{ADVICE}; or put a right tokenizer.json into the folder"
+                        f"example {text}; {ADVICE}; or put a right tokenizer.json into the folder"
                     )

@@ -65,11 +65,9 @@ class Loss:
             return self(ids_N, targets_N, positions_N, length)
 
     def _function(self, length: int) -> LossFunction:
-        decoder, attend, device = (
-            self.decoder,
-            CausalAttention(length, self.decoder.spec),
-            self.device,
-        )
+        decoder = self.decoder
+        attend = CausalAttention(length, self.decoder.spec)
+        device = self.device
         enabled = multiplies_bfloat16(device)
 
         def loss(ids_N: Tensor, targets_N: Tensor, positions_N: Tensor) -> Tensor:

@@ -39,8 +39,7 @@ def load(options: TrainOptions, folder: Path) -> tuple[Tokenizer, Decoder]:
     if options.sequence > spec.max_positions:
         raise OptionError(
             f"sequence {options.sequence} is longer than the positions of {folder}, of which "
-            f"there are {spec.max_positions}; "
-            f"give --sequence {spec.max_positions}"
+            f"there are {spec.max_positions}; give --sequence {spec.max_positions}"
         )
     tokenizer = corpus.read_tokenizer(folder, spec.vocab_size)
     return tokenizer, load_decoder(folder, spec, torch.float32, torch.device("cpu")).requires_grad_(

@@ -28,8 +28,7 @@ KINDS = {
     "download the file itself",
     b"GGUF": "a GGUF file; give its own path as --model",
     b"PK\x03\x04": "a zip archive, as PyTorch writes pickles, which may run code when they are "
-    "read: "
-    "`onehead convert --model FOLDER --output NEW` makes safetensors of a pytorch_model.bin",
+    "read: `onehead convert --model FOLDER --output NEW` makes safetensors of a pytorch_model.bin",
     b"\x80\x02": "a pickle, which may run code when it is read: `onehead convert` makes "
     "safetensors of a newer pytorch_model.bin",
     b"<": "a web page (HTML or XML), which a server sent in place of the file; download it again",

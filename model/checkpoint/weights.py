@@ -346,8 +346,7 @@ def check_tied(checkpoint: Checkpoint, spec: ModelSpec, embedding: Part) -> None
     if len(kinds) > 1 or not all(torch.equal(a, b) for a, b in rows):
         raise CheckpointError(
             f"{checkpoint.folder}: {head.name} differs from {embedding.name}, to which "
-            "config.json ties it; "
-            "expected the same values, or tie_word_embeddings false"
+            "config.json ties it; expected the same values, or tie_word_embeddings false"
         )
 
 

@@ -98,10 +98,8 @@ def _round_int4(weight_kn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         torch.full_like(low_n, value) for value in (-torch.inf, torch.nan, torch.nan)
     )
     for share in CLIPPING:
-        scale_n, minimum_n = (
-            (high_n - low_n) * (share / LEVELS),
-            low_n + (high_n - low_n) * ((1 - share) / 2),
-        )
+        scale_n = (high_n - low_n) * (share / LEVELS)
+        minimum_n = low_n + (high_n - low_n) * ((1 - share) / 2)
         numbers_kn = _numbers(weight_kn, scale_n, minimum_n)
         sum_n, dot_n = numbers_kn.sum(dim=0), _total(numbers_kn * weight_kn)
         spread_n = BLOCK * numbers_kn.square_().sum(dim=0) - sum_n.square()
@@ -113,10 +111,8 @@ def _round_int4(weight_kn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         gain_n = scale_n * dot_n + minimum_n * total_n
         better_n = gain_n > best_gain_n
         best_gain_n = torch.where(better_n, gain_n, best_gain_n)
-        best_scale_n, best_minimum_n = (
-            torch.where(better_n, scale_n, best_scale_n),
-            torch.where(better_n, minimum_n, best_minimum_n),
-        )
+        best_scale_n = torch.where(better_n, scale_n, best_scale_n)
+        best_minimum_n = torch.where(better_n, minimum_n, best_minimum_n)
     best_scale_n, best_minimum_n = best_scale_n.half(), best_minimum_n.half()
     return (
         best_scale_n,

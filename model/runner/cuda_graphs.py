@@ -146,13 +146,11 @@ class CudaGraphs:
         most_rows: int,
     ) -> None:
         assert most_rows <= len(drawn_S), "padding is drawn too"
-        self._decoder, self._backend, self._layout, self._device, self._stream = (
-            decoder,
-            backend,
-            layout,
-            device,
-            stream,
-        )
+        self._decoder = decoder
+        self._backend = backend
+        self._layout = layout
+        self._device = device
+        self._stream = stream
         self._drawn_S = drawn_S
         self.sizes = [*(size for size in SIZES if size < most_rows), most_rows]
         self._numbers = torch.zeros(0, dtype=torch.int32, device=drawn_S.device)

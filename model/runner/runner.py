@@ -367,10 +367,8 @@ class ModelRunner:
         x_TD = self.forward(batch, attended)
         if len(batch.sampled_S):
             samples = [sample for places in pending.samples for sample in places]
-            logits_SV, drawn_S = (
-                self.decoder.logits(x_TD[batch.sampled_S]),
-                None if self._stream is None else self._drawn_S,
-            )
+            logits_SV = self.decoder.logits(x_TD[batch.sampled_S])
+            drawn_S = None if self._stream is None else self._drawn_S
             pending.draws = begin_draw(self.device, logits_SV, samples, plan.decode, drawn_S)
         self._score(pending, x_TD)
         pending.finite_T = self.device.download(x_TD.isfinite().all(dim=-1))
@@ -420,10 +418,8 @@ def _pool(
     place: torch.device | None = None,
 ) -> KVPool:
     sizes, dtypes = (num_pages, spec.key_dim, spec.value_dim), device.dtypes(options.dtype)
-    stored_as, place = (
-        FLOAT8 if options.cache_dtype == "fp8" else dtypes.cache,
-        place or device.torch_device,
-    )
+    stored_as = FLOAT8 if options.cache_dtype == "fp8" else dtypes.cache
+    place = place or device.torch_device
     return KVPool.allocate(
         layout, *sizes, dtypes.compute, place, value_in_key=spec.value_in_key, stored_as=stored_as
     )

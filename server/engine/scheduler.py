@@ -136,10 +136,8 @@ class Scheduler(OpenSequences):
         ):
             return False
         needed = waiter.table.missing(waiter.num_tokens, waiter.num_tokens)
-        places, pages = (
-            len(self.running) + 1 - self.limits.max_running,
-            self._lacking(waiter, blocks, waiter.num_tokens),
-        )
+        places = len(self.running) + 1 - self.limits.max_running
+        pages = self._lacking(waiter, blocks, waiter.num_tokens)
         victims = self._shares.victims(waiter, places, pages, needed)
         if self._in_flight:
             return bool(victims)

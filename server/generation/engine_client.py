@@ -117,10 +117,8 @@ class EngineClient:
     def _receiver(
         self, choice: Choice, deliver: Callable[[Choice, SequenceEvent], None]
     ) -> Callable[[SequenceEvent], None]:
-        first_token, inter_token = (
-            self.metrics.time_to_first_token.observe,
-            self.metrics.inter_token_latency.observe,
-        )
+        first_token = self.metrics.time_to_first_token.observe
+        inter_token = self.metrics.inter_token_latency.observe
 
         def receive(event: SequenceEvent) -> None:
             now = time.monotonic()

@@ -108,10 +108,8 @@ class ChoiceDetokenizer:
             reason = token.token
         if ends and stop is None and own in request.stop_strings:
             # A special token, which adds no text to find it in.
-            finish, reason = (
-                "stop_sequence",
-                own,
-            )
+            finish = "stop_sequence"
+            reason = own
         top, thought, calls = token.top, parsed.thought, parsed.calls
         return Piece(
             index,

@@ -161,11 +161,9 @@ def _describe(detail: Any) -> str:
     """
     # Without tags of unions, such as <word>.
     path = [str(part) for part in detail["loc"] if not str(part).startswith("<")]
-    field, kind, context = (
-        ".".join(printable(part) for part in path),
-        detail["type"],
-        detail.get("ctx", {}),
-    )
+    field = ".".join(printable(part) for part in path)
+    kind = detail["type"]
+    context = detail.get("ctx", {})
     value = detail["input"]
     given = (
         f". Given: {value}"

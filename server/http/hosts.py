@@ -32,8 +32,7 @@ class AllowedHosts:
                 shown = value[:100].decode("latin-1")
                 raise HostNotAllowed(
                     f"this server does not answer to the host {shown!a}; to allow it, give its "
-                    "name without the port to "
-                    "server.allowed_hosts",
+                    "name without the port to server.allowed_hosts",
                     code="host_not_allowed",
                 )
 

@@ -4,12 +4,12 @@
 
 from collections.abc import Awaitable, Callable
 
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 from server.generation.generation import Generation
 from server.http.exchange import Dialect
 from server.http.routes import Access, Route
-from server.metrics import CONTENT_TYPE
 
 
 class OpsRoutes:
@@ -75,7 +75,7 @@ class OpsRoutes:
 
         In the Prometheus text format.
         """
-        return Response(self.generation.client.metrics.exposition(), media_type=CONTENT_TYPE)
+        return Response(self.generation.client.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
     async def plan(self) -> Response:
         """Show the memory plan of the running engine.

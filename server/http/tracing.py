@@ -63,10 +63,8 @@ class Tracing:
         return partial(self._end, known, self._extract(Headers(scope=scope)))
 
     def _end(self, known: dict[str, Any], parent: Any, exchange: Exchange) -> None:
-        choices, now = (
-            exchange.reservation.choices if exchange.reservation else [],
-            time.monotonic(),
-        )
+        choices = exchange.reservation.choices if exchange.reservation else []
+        now = time.monotonic()
         operation = "chat" if "/chat/" in known["url.path"] else "text_completion"
         counts, outcomes = speeds(choices), [choice.outcome for choice in choices]
         attributes = known | {

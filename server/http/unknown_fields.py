@@ -99,9 +99,8 @@ UNSERVED = (
             "there is no such sampler": "custom_logit_processor diversity_penalty dry_multiplier "
             "dynatemp_range epsilon_cutoff eta_cutoff guidance_scale logit_processors "
             "logits_processor logits_processors min_keep mirostat negative_prompt "
-            "no_repeat_ngram_size "
-            "penalty_alpha sequence_bias smoothing_factor suppress_tokens tfs tfs_z top_a "
-            "top_n_sigma watermark xtc_probability",
+            "no_repeat_ngram_size penalty_alpha sequence_bias smoothing_factor suppress_tokens tfs "
+            "tfs_z top_a top_n_sigma watermark xtc_probability",
             _OTHERS: "bad_words best_of echo n prompt_logprobs token_healing tool_choice",
             "give its members in the body itself": "extra_body generation_config model_kwargs "
             "options parameters sampling_params",
@@ -122,9 +121,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 HARMLESS = _names(
     {
         "": "annotations cache_prompt id_slot include_obfuscation index metadata n_keep parsed "
-        "parsed_arguments penalty_last_n response_fields slot_id t_max_prompt_ms "
-        "prompt_cache_key provider_specific_fields refusal safety_identifier service_tier store "
-        "user"
+        "parsed_arguments penalty_last_n response_fields slot_id t_max_prompt_ms prompt_cache_key "
+        "provider_specific_fields refusal safety_identifier service_tier store user"
     }
 )
 """Fields that clients send by default, which are never refused."""

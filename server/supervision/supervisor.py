@@ -100,13 +100,11 @@ class Supervisor:
         """
         self._epoch += 1
         epoch = self._epoch
-        self._kill_reason, self._progress, self._any_sent, self._is_loaded, self._is_refused = (
-            "",
-            -1,
-            False,
-            False,
-            False,
-        )
+        self._kill_reason = ""
+        self._progress = -1
+        self._any_sent = False
+        self._is_loaded = False
+        self._is_refused = False
         self._silent_seconds = self._ready_seconds = self._loading_seconds = 0.0
         self._engine = self._spawn(
             lambda message: self._on_message(epoch, message),

@@ -240,7 +240,8 @@ class TextCodec:
     @cached_property
     def _decoder(self) -> str:
         """The decoder as JSON; empty for a tokenizer without one."""
-        return json.dumps(json.loads(self.tokenizer.to_str()).get("decoder") or "")
+        decoder = self.tokenizer.decoder
+        return "" if decoder is None else decoder.__getstate__().decode()
 
     @cached_property
     def _byte_level(self) -> bool:

@@ -69,8 +69,7 @@ def test_it_needs_no_working_directory_and_no_absolute_path(tmp_path: Path) -> N
     """
     code = (
         "import os, subprocess, sys; from server import child_process; os.chdir(sys.argv[1]); "
-        "os.rmdir(sys.argv[1]);"
-        "command = child_process.child_command('server.errors');"
+        "os.rmdir(sys.argv[1]);command = child_process.child_command('server.errors');"
         "sys.exit(subprocess.run(command, cwd=child_process.WORKING_DIRECTORY).returncode)"
     )
     gone = tmp_path / "gone"

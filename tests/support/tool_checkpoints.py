@@ -17,11 +17,9 @@ GEMMA_ARGUMENTS = (
     "{%- macro written(value, quote) -%}{%- if value is string -%}{{ quote + value + quote }}"
     "{%- elif value is boolean -%}{{ 'true' if value else 'false' }}{%- elif value is none -%}null"
     "{%- elif value is mapping -%}{ {%- for key, item in value | dictsort -%}{{ key }}:{{ "
-    "written(item, quote) }}"
-    "{%- if not loop.last %},{% endif -%}{%- endfor -%} }"
+    "written(item, quote) }}{%- if not loop.last %},{% endif -%}{%- endfor -%} }"
     "{%- elif value is iterable -%}[{%- for item in value -%}{{ written(item, quote) }}{%- if not "
-    "loop.last %},{% endif -%}{%- endfor -%}]"
-    "{%- else -%}{{ value }}{%- endif -%}{%- endmacro -%}"
+    "loop.last %},{% endif -%}{%- endfor -%}]{%- else -%}{{ value }}{%- endif -%}{%- endmacro -%}"
 )
 
 
@@ -42,8 +40,7 @@ def _gemma(
         f"'{quote}') }}}}{tool_end}"
         "{%- endfor -%}{%- for message in messages -%}"
         f"{{%- if message.role == 'tool' -%}}{response}response:{{{{ message.name }}}}{{{{ "
-        f"'{{value:' }}}}"
-        f"{{{{ written(message.content, '{quote}') }}}}{{{{ '}}' }}}}{response_end}"
+        f"'{{value:' }}}}{{{{ written(message.content, '{quote}') }}}}{{{{ '}}' }}}}{response_end}"
         "{%- else -%}<start_of_turn>{{ 'model' if message.role == 'assistant' else message.role "
         "}}\n{{ message.content }}"
         f"{{%- for call in message.tool_calls or [] -%}}{call}call:{{{{ call.function.name }}}}"
@@ -91,8 +88,7 @@ _JSON_TOOLS = (
     "{%- for tool in tools or [] -%}{{ tool.function | tojson }}\n{%- endfor -%}{%- for message "
     "in messages -%}"
     "<start_of_turn>{{ message.role }}\n{{ message.content }}{%- for call in message.tool_calls "
-    "or [] -%}"
-    "OPEN{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson "
+    "or [] -%}OPEN{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson "
     "}}CLOSE{%- endfor -%}<end_of_turn>\n{%- endfor -%}"
     "{%- if add_generation_prompt -%}<start_of_turn>assistant\n{%- endif -%}"
 )

@@ -19,8 +19,7 @@ BEARER, OTHER_BEARER, METRICS_BEARER = (
 )
 CHAT_TEMPLATE = (
     "{% for message in messages %}# {{ message.role }}: {{ message.content }}{{ '\\n' }}{% endfor "
-    "%}"
-    "{% if add_generation_prompt %}# assistant:{% endif %}"
+    "%}{% if add_generation_prompt %}# assistant:{% endif %}"
 )
 Fields = dict[str, Any]
 

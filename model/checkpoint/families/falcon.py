@@ -33,10 +33,8 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
     # The newer architecture ignores multi_query and parallel_attn, and has a number of key/value
     # heads.
     newer = config.flag("new_decoder_architecture", False)
-    multi_query, parallel = (
-        config.flag("multi_query", True),
-        config.flag("parallel_attn", True) or newer,
-    )
+    multi_query = config.flag("multi_query", True)
+    parallel = config.flag("parallel_attn", True) or newer
     if newer:
         config.one_key_value_head("num_kv_heads", num_heads, convertible=False)
     elif not multi_query:

@@ -22,10 +22,8 @@ def _windows(config: Config, num_layers: int) -> tuple[int | None, ...]:
     """The window of each layer: from the list of layer types, else every sixth layer has full
     attention.
     """
-    window, pattern = (
-        config.integer("sliding_window", 4096),
-        config.integer("sliding_window_pattern", 6),
-    )
+    window = config.integer("sliding_window", 4096)
+    pattern = config.integer("sliding_window_pattern", 6)
     types = config.get("layer_types")
     if types is None:
         types = [_LAYER_TYPES[(layer + 1) % pattern == 0] for layer in range(num_layers)]

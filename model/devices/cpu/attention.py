@@ -87,11 +87,9 @@ class NativeBackend:
                 key_dim=key_dim,
                 scale=scale,
             )
-            struct.value_dim, struct.page_size, struct.number_type = (
-                value_dim,
-                pool.page_size,
-                NUMBER_TYPES[pool.keys_LPSd.dtype],
-            )
+            struct.value_dim = value_dim
+            struct.page_size = pool.page_size
+            struct.number_type = NUMBER_TYPES[pool.keys_LPSd.dtype]
             self._structs.append((struct, place.group))
 
     @property

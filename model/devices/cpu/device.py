@@ -33,8 +33,7 @@ class CpuDevice(Device):
     invariant_backend = "native"
     invariant_backend_needs = (
         "cache.dtype auto, cache.page_size and the columns of keys and values multiples of 16, "
-        "and kernels that were compiled when "
-        "onehead was installed"
+        "and kernels that were compiled when onehead was installed"
     )
 
     def use_threads(self, count: int) -> None:

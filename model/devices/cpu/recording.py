@@ -56,13 +56,11 @@ class Activation:
     def __init__(
         self, recorder: "Recorder", buffer: Buffer, first: int, size: int, heads: int | None = None
     ) -> None:
-        self.recorder, self.buffer, self.first, self.size, self.heads = (
-            recorder,
-            buffer,
-            first,
-            size,
-            heads,
-        )
+        self.recorder = recorder
+        self.buffer = buffer
+        self.first = first
+        self.size = size
+        self.heads = heads
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -53,21 +53,17 @@ class GpuBlockMatrix(RowMatrix):
         fixed_tile: bool,
     ) -> None:
         heads = HEADS[form.name]
-        stored_rows, num_blocks = (
-            -(-num_rows // OUTPUTS) * OUTPUTS,
-            -(-num_columns // INPUTS) * INPUTS // BLOCK,
-        )
+        stored_rows = -(-num_rows // OUTPUTS) * OUTPUTS
+        num_blocks = -(-num_columns // INPUTS) * INPUTS // BLOCK
         super().__init__(
             torch.empty(
                 stored_rows * num_blocks * form.block_bytes, dtype=torch.uint8, device="meta"
             )
         )
-        self.form, self.shape, self.dtype, self.fixed_tile = (
-            form,
-            (num_rows, num_columns),
-            dtype,
-            fixed_tile,
-        )
+        self.form = form
+        self.shape = (num_rows, num_columns)
+        self.dtype = dtype
+        self.fixed_tile = fixed_tile
         self.num_filling = self.weight.numel() - num_rows * form.row_bytes(num_columns)
         self._shapes = (
             (stored_rows, num_blocks * (form.block_bytes - heads * HEAD_BYTES)),

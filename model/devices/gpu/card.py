@@ -83,6 +83,5 @@ def failure(error: torch.AcceleratorError) -> str:
     """The log line for a card that can compute no more in this process."""
     return (
         f"the GPU can compute no more in this process ({str(error).splitlines()[0]}); lines with "
-        "Xid in the kernel's log, and "
-        "`nvidia-smi -q`, say whether the card is at fault"
+        "Xid in the kernel's log, and `nvidia-smi -q`, say whether the card is at fault"
     )

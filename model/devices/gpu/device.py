@@ -85,8 +85,7 @@ class GpuDevice(Device):
     invariant_backend = "triton"
     invariant_backend_needs = (
         "triton (`.venv/bin/pip install -c constraints.txt -e '.[gpu]'` in onehead's checkout), "
-        "cache.page_size a power of two "
-        "from 16, and keys of at most 576 columns"
+        "cache.page_size a power of two from 16, and keys of at most 576 columns"
     )
 
     def __init__(self, place: str = "cuda") -> None:

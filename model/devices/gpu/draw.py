@@ -19,11 +19,9 @@ import triton.language as tl
 from model.draw_words import NUM_CHANGES, NUM_LIMITS, NUM_SETTINGS
 
 BLOCK = 2048
-SETTINGS, CHANGES, LIMITS = (
-    tl.constexpr(NUM_SETTINGS),
-    tl.constexpr(NUM_CHANGES),
-    tl.constexpr(NUM_LIMITS),
-)
+SETTINGS = tl.constexpr(NUM_SETTINGS)
+CHANGES = tl.constexpr(NUM_CHANGES)
+LIMITS = tl.constexpr(NUM_LIMITS)
 RESULTS = tl.constexpr(5)
 """Of a row, 32 bits each: token; log-probability, normaliser and largest logit as float32; 1 if its
 states are finite, plus 2 if these numbers are."""
@@ -68,10 +66,8 @@ def _first_largest(a_Q, b_Q, c_Q, d_Q, index_Q, QUARTER: tl.constexpr):
 @triton.jit
 def _words(settings_ptr, block, index_Q, QUARTER: tl.constexpr):
     """Four random words for each index: of the tokens of the block's four quarters."""
-    low, high = (
-        tl.load(settings_ptr + 2).to(tl.uint32, bitcast=True),
-        tl.load(settings_ptr + 3).to(tl.uint32, bitcast=True),
-    )
+    low = tl.load(settings_ptr + 2).to(tl.uint32, bitcast=True)
+    high = tl.load(settings_ptr + 3).to(tl.uint32, bitcast=True)
     seed = (high.to(tl.uint64) << 32) | low.to(tl.uint64)
     zero_Q = index_Q * 0
     return tl.philox(
@@ -100,12 +96,10 @@ def _speed(share_B, word_B):
 def _fastest(a_Q, b_Q, c_Q, d_Q, settings_ptr, block, index_Q, QUARTER: tl.constexpr):
     """The best speed in a block, given the shares of its four quarters, and its first place."""
     word_a, word_b, word_c, word_d = _words(settings_ptr, block, index_Q, QUARTER)
-    a_Q, b_Q, c_Q, d_Q = (
-        _speed(a_Q, word_a),
-        _speed(b_Q, word_b),
-        _speed(c_Q, word_c),
-        _speed(d_Q, word_d),
-    )
+    a_Q = _speed(a_Q, word_a)
+    b_Q = _speed(b_Q, word_b)
+    c_Q = _speed(c_Q, word_c)
+    d_Q = _speed(d_Q, word_d)
     return _first_largest(a_Q, b_Q, c_Q, d_Q, index_Q, QUARTER)
 
 
@@ -265,10 +259,8 @@ def draw(
     settings_ptr += row * SETTINGS
     at_Q, inverse = first + index_Q, _float(settings_ptr)
     a_Q, b_Q = _block(start_ptr, at_Q, COLUMNS), _block(start_ptr, at_Q + QUARTER, COLUMNS)
-    c_Q, d_Q = (
-        _block(start_ptr, at_Q + 2 * QUARTER, COLUMNS),
-        _block(start_ptr, at_Q + 3 * QUARTER, COLUMNS),
-    )
+    c_Q = _block(start_ptr, at_Q + 2 * QUARTER, COLUMNS)
+    d_Q = _block(start_ptr, at_Q + 3 * QUARTER, COLUMNS)
     peak, likeliest = _first_largest(a_Q, b_Q, c_Q, d_Q, index_Q, QUARTER)
     # Differences from the block's largest are exact where they matter; the join adds what that
     # lacks from the row's.
@@ -335,10 +327,8 @@ def adjust(
     """
     place, token_B = tl.program_id(1), tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
     first, there_B, entry_E = tl.program_id(0) * BLOCK_B, token_B < COLUMNS, tl.arange(0, ENTRIES)
-    change_ptr, penalty_ptr = (
-        words_ptr + place * CHANGES,
-        numbers_ptr + place * CHANGES + FIRST_PENALTY,
-    )
+    change_ptr = words_ptr + place * CHANGES
+    penalty_ptr = numbers_ptr + place * CHANGES + FIRST_PENALTY
     start, row = place.to(tl.int64) * COLUMNS, tl.load(change_ptr).to(tl.int64)
     x_B = _block(logits_ptr + row * logits_stride, token_B, COLUMNS)
 
@@ -354,11 +344,9 @@ def adjust(
             tl.atomic_add(counts_ptr + start + id_E, 1, mask=here_E & (place_E >= output))
         tl.debug_barrier()
         count_B = tl.load(counts_ptr + start + token_B, mask=there_B, other=0, volatile=True)
-        repetition, frequency, presence = (
-            tl.load(penalty_ptr),
-            tl.load(penalty_ptr + 1),
-            tl.load(penalty_ptr + 2),
-        )
+        repetition = tl.load(penalty_ptr)
+        frequency = tl.load(penalty_ptr + 1)
+        presence = tl.load(penalty_ptr + 2)
         penalised_B = tl.where(
             x_B > 0.0, tl.div_rn(x_B, repetition + tl.zeros_like(x_B)), x_B * repetition
         )
@@ -432,10 +420,8 @@ def confine(
     is sorted. `shares_ptr`: 1 / temperature and top-p as float64.
     """
     filtered, index_B = tl.program_id(0), tl.arange(0, BLOCK_B)
-    row, place = (
-        tl.load(limits_ptr + filtered * LIMITS),
-        tl.load(limits_ptr + filtered * LIMITS + 1),
-    )
+    row = tl.load(limits_ptr + filtered * LIMITS)
+    place = tl.load(limits_ptr + filtered * LIMITS + 1)
     top_k = tl.load(limits_ptr + filtered * LIMITS + 2)
     inverse, top_p = tl.load(shares_ptr + filtered * 2), tl.load(shares_ptr + filtered * 2 + 1)
     start_ptr = logits_ptr + place.to(tl.int64) * logits_stride
@@ -450,11 +436,9 @@ def confine(
         lowest, ties = _kth(start_ptr, top_k, COLUMNS, BLOCK_B)
     while searching:
         bound = _order(tl.load(start_ptr + token).to(tl.float32))
-        rank_B, before_B, total_B = (
-            tl.zeros([BLOCK_B], tl.int32),
-            tl.zeros([BLOCK_B], tl.int64),
-            tl.zeros([BLOCK_B], tl.int64),
-        )
+        rank_B = tl.zeros([BLOCK_B], tl.int32)
+        before_B = tl.zeros([BLOCK_B], tl.int64)
+        total_B = tl.zeros([BLOCK_B], tl.int64)
         tie_B = tl.zeros([BLOCK_B], tl.int64)
         for first in range(0, COLUMNS, BLOCK_B):
             x_B = _block(start_ptr, first + index_B, COLUMNS)

@@ -266,20 +266,14 @@ class SystemQuestion(AnyQuestion):
     def _check(self) -> "SystemQuestion":
         given: Any = {} if self.criteria is None else self.criteria
         if self.type == "score":
-            fits, shape = (
-                isinstance(given, list) and 1 <= len(given) <= MAX_LEVELS,
-                f"a list of 1 to {MAX_LEVELS} levels",
-            )
+            fits = isinstance(given, list) and 1 <= len(given) <= MAX_LEVELS
+            shape = f"a list of 1 to {MAX_LEVELS} levels"
         elif self.type == "choice":
-            fits, shape = (
-                isinstance(given, dict) and 1 <= len(given) <= MAX_CHOICES,
-                f"an object of 1 to {MAX_CHOICES} answers",
-            )
+            fits = isinstance(given, dict) and 1 <= len(given) <= MAX_CHOICES
+            shape = f"an object of 1 to {MAX_CHOICES} answers"
         else:
-            fits, shape = (
-                isinstance(given, dict) and given.keys() <= {"true", "false"},
-                "an object of `true` and `false`",
-            )
+            fits = isinstance(given, dict) and given.keys() <= {"true", "false"}
+            shape = "an object of `true` and `false`"
         if not fits:
             raise ValueError(f"`criteria` of the type {self.type} must be {shape}")
         return self

@@ -100,11 +100,9 @@ class DecisionReply(Reply):
         if isinstance(body, DecisionBody):
             questions, messages, field = [*body.questions], plain_messages(body.input), "input"
         else:
-            questions, messages, field = (
-                [*body.questions.values()],
-                [{"role": "user", "content": as_text(body.state)}],
-                "state",
-            )
+            questions = [*body.questions.values()]
+            messages = [{"role": "user", "content": as_text(body.state)}]
+            field = "state"
         if messages[-1]["role"] == "user":
             messages[-1]["content"] += "\n\n"
         else:
@@ -157,10 +155,8 @@ class DecisionReply(Reply):
         pieces = (self.pieces[choice.index] for choice in choices)
         reads = [(question, *labels.read(pieces)) for question, labels in self.asked]
         answers: Any = [question.answer(shares, mass) for question, shares, mass, _ in reads]
-        num_tokens, num_cached = (
-            prompt_tokens(choices),
-            sum(choice.num_cached for choice in choices),
-        )
+        num_tokens = prompt_tokens(choices)
+        num_cached = sum(choice.num_cached for choice in choices)
         usage = {
             "input_tokens": num_tokens,
             "input_tokens_details": {

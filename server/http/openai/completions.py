@@ -186,12 +186,10 @@ class CompletionReply(OpenAIReply):
         it. The last token has the text that token healing has removed.
         """
         ids, text = output.choice.request.prompt, self._echo(output)
-        detokenizer, place, tokens, offsets = (
-            Detokenizer(self.codec),
-            0,
-            list[OutputToken](),
-            list[int](),
-        )
+        detokenizer = Detokenizer(self.codec)
+        place = 0
+        tokens = list[OutputToken]()
+        offsets = list[int]()
         for id in ids:
             name, offset = self.codec.token_text(id), place
             if id not in self.codec.special_ids or text.startswith(name, place):

@@ -156,12 +156,10 @@ class TgiRoutes:
             None if parameters.grammar is None else parameters.grammar.source("parameters.grammar")
         )
         grammar = await self.generation.texts.grammar(source, client)
-        prompt, healed = (
-            await self.generation.tokenize(
-                Encode(body.inputs), client, truncated=parameters.truncate is not None
-            ),
-            "",
+        prompt = await self.generation.tokenize(
+            Encode(body.inputs), client, truncated=parameters.truncate is not None
         )
+        healed = ""
         if parameters.token_healing:
             prompt, healed = cut_last_token(self.generation.codec, prompt, body.inputs)
         if parameters.truncate is not None:
@@ -204,10 +202,8 @@ def timing_headers(streams: OpenStreams, arrival: float) -> dict[str, str]:
     """
     now = time.monotonic()
     choice = max(streams.choices, key=lambda choice: choice.last)
-    started, num_tokens = (
-        choice.started or now,
-        sum(choice.num_tokens for choice in streams.choices),
-    )
+    started = choice.started or now
+    num_tokens = sum(choice.num_tokens for choice in streams.choices)
     milliseconds = {
         "x-total-time": now - arrival,
         "x-validation-time": choice.arrival - arrival,

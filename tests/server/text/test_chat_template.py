@@ -15,8 +15,7 @@ from tests.support.checkpoints import make_tokenizer
 MARKS = ("<|user|>", "<|assistant|>", "<|user|>x")
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}{{ '\n' }}{% "
-    "endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 

@@ -155,25 +155,21 @@ class TritonBackend:
         group, (keys, values) = self.pool.layout.groups[place.group], self.pool.layer(layer)
         o_THv = q_THd.new_empty(len(q_THd), self.num_heads, self.columns[2])
         if isinstance(plan, Singles):
-            configuration, spans, tiles, positions, tables = (
-                self.configuration,
-                None,
-                None,
-                plan.positions_B,
-                plan.tables_BW[place.group],
-            )
+            configuration = self.configuration
+            spans = None
+            tiles = None
+            positions = plan.positions_B
+            tables = plan.tables_BW[place.group]
             waves: tuple[Wave, ...] = (
                 Wave(0, self._num_tiles(len(positions)), self._splits(plan.num_keys)[place.group]),
             )
         else:
             lists = plan[place.group]
-            configuration, spans, tiles, positions, tables = (
-                lists.configuration,
-                lists.spans,
-                lists.tiles,
-                None,
-                lists.tables,
-            )
+            configuration = lists.configuration
+            spans = lists.spans
+            tiles = lists.tiles
+            positions = None
+            tables = lists.tables
             waves = lists.waves
         sizes = sizes_of(self.num_heads, self.columns, configuration)
         join_sizes = (
@@ -216,27 +212,21 @@ class TritonBackend:
         place = self.pool.layout.places[layer]
         group, (keys, values) = self.pool.layout.groups[place.group], self.pool.layer(layer)
         if isinstance(plan, Singles):
-            slots, positions, tables, num_tokens = (
-                None,
-                plan.positions_B,
-                plan.tables_BW[place.group],
-                len(plan.positions_B),
-            )
+            slots = None
+            positions = plan.positions_B
+            tables = plan.tables_BW[place.group]
+            num_tokens = len(plan.positions_B)
         else:
-            slots, positions, tables = (
-                plan[place.group].slots[place.stack],
-                None,
-                plan[place.group].tables,
-            )
+            slots = plan[place.group].slots[place.stack]
+            positions = None
+            tables = plan[place.group].tables
             num_tokens = len(slots)
         turned_THd, cosine_Tr, sine_Tr, programs, warps = q_THd, None, None, 1, 1
         if rotation is not None:
             assert 2 * rotation.cosine_Tr.shape[1] == q_THd.shape[-1]
-            turned_THd, cosine_Tr, sine_Tr = (
-                q_THd.new_empty(q_THd.shape),
-                rotation.cosine_Tr,
-                rotation.sine_Tr,
-            )
+            turned_THd = q_THd.new_empty(q_THd.shape)
+            cosine_Tr = rotation.cosine_Tr
+            sine_Tr = rotation.sine_Tr
             programs, warps = 1 + -(-self.num_heads // self._write_sizes["BLOCK_HEADS"]), 4
         scatter[(num_tokens, programs)](
             q_THd, k_Td, v_Tv, cosine_Tr, sine_Tr, turned_THd, keys, values, slots, positions,

@@ -163,10 +163,8 @@ def _attended(
         peak, total = tl.full([BLOCK_H], float("-inf"), tl.float32), tl.zeros([BLOCK_H], tl.float32)
         o = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
     else:
-        peak, total = (
-            tl.full([GROUPS, BLOCK_H], float("-inf"), tl.float32),
-            tl.zeros([GROUPS, BLOCK_H], tl.float32),
-        )
+        peak = tl.full([GROUPS, BLOCK_H], float("-inf"), tl.float32)
+        total = tl.zeros([GROUPS, BLOCK_H], tl.float32)
         o = tl.zeros([GROUPS, BLOCK_H, BLOCK_V], tl.float32)
     peak, total, o = _through(
         low, high, position, q, q_tail, peak, total, o, table_ptr, num_stacks, keys_ptr,
@@ -251,10 +249,8 @@ def decode(
         return
     token = row if tokens_ptr is None else tl.load(tokens_ptr + row).to(tl.int64)
     if cosine_ptr is not None:
-        cosine_ptr, sine_ptr = (
-            cosine_ptr + token * ((NUM_D + NUM_R) // 2),
-            sine_ptr + token * ((NUM_D + NUM_R) // 2),
-        )
+        cosine_ptr = cosine_ptr + token * ((NUM_D + NUM_R) // 2)
+        sine_ptr = sine_ptr + token * ((NUM_D + NUM_R) // 2)
     table_ptr = tables_ptr + row * table_stride + stack
     if k_ptr is not None:  # noqa: SIM102  # The compiler's condition, around the program's.
         if number == num_splits - 1:
@@ -267,10 +263,8 @@ def decode(
             tl.debug_barrier()
     head_H, cols_V = tile % TILES * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_V)
     # Rows after the last head repeat that one and are not stored.
-    read_H, stored_HV = (
-        tl.minimum(head_H, HEADS - 1),
-        (head_H < HEADS)[:, None] & (cols_V < NUM_V)[None, :],
-    )
+    read_H = tl.minimum(head_H, HEADS - 1)
+    stored_HV = (head_H < HEADS)[:, None] & (cols_V < NUM_V)[None, :]
     q = _queries(
         q_ptr + token * q_stride,
         cosine_ptr,

@@ -158,11 +158,9 @@ class FastBackend:
         if plan.singles is not None:
             new: tuple[Tensor, Tensor] | None = k_Td, v_Tv
             if plan.singles.several:
-                q_THd, new, rotation = (
-                    self.tiles.store(plan.singles, layer, q_THd, k_Td, v_Tv, rotation),
-                    None,
-                    None,
-                )
+                q_THd = self.tiles.store(plan.singles, layer, q_THd, k_Td, v_Tv, rotation)
+                new = None
+                rotation = None
             self._decode(plan.singles, layer, q_THd, new, rotation, o_THv)
         return o_THv
 

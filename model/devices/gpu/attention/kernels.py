@@ -149,10 +149,8 @@ def _bounds(
     """In blocks low .. high - 1 of this split some row attends to some key; in inner .. outer - 1
     every row attends to every key, so these need no mask.
     """
-    low, high = (
-        number * (split // BLOCK_N),
-        tl.minimum((number + 1) * split, last_position + BLOCK_N) // BLOCK_N,
-    )
+    low = number * (split // BLOCK_N)
+    high = tl.minimum((number + 1) * split, last_position + BLOCK_N) // BLOCK_N
     inner = low
     if WINDOW > 0:
         low = tl.maximum(low, tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N)
@@ -173,12 +171,10 @@ def _tile(
     """
     if positions_ptr is None:
         tile_ptr = tiles_ptr + tile * TILES
-        row, begin, first_split, num_splits = (
-            tl.load(tile_ptr),
-            tl.load(tile_ptr + 1),
-            tl.load(tile_ptr + 2),
-            tl.load(tile_ptr + 3),
-        )
+        row = tl.load(tile_ptr)
+        begin = tl.load(tile_ptr + 1)
+        first_split = tl.load(tile_ptr + 2)
+        num_splits = tl.load(tile_ptr + 3)
         place, last_row, split = tl.load(tile_ptr + 4), tl.load(tile_ptr + 5), tl.load(tile_ptr + 6)
     else:
         tiles_of_row: tl.constexpr = (HEADS + BLOCK_M - 1) // BLOCK_M
@@ -197,12 +193,10 @@ def _span(row, spans_ptr, positions_ptr, SPANS: tl.constexpr):
     """
     if positions_ptr is None:
         span_ptr = spans_ptr + row * SPANS
-        first, num_tokens, start, first_page = (
-            tl.load(span_ptr),
-            tl.load(span_ptr + 1),
-            tl.load(span_ptr + 2),
-            tl.load(span_ptr + 3),
-        )
+        first = tl.load(span_ptr)
+        num_tokens = tl.load(span_ptr + 1)
+        start = tl.load(span_ptr + 2)
+        first_page = tl.load(span_ptr + 3)
     else:
         first, num_tokens, start, first_page = row, 1, tl.load(positions_ptr + row), 0
     return first, num_tokens, start, first_page
