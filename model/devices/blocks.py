@@ -4,8 +4,8 @@ stored, made and multiplied.
 A row of a matrix is stored as bytes, block after block: a scale and in 4 bits a minimum, in
 float16, then the numbers. These are GGUF's types Q8_0 and Q4_1: in int8 w = scale * q with q in
 -127 .. 127; in int4 w = scale * q + minimum with q in 0 .. 15, where byte j holds the numbers of
-inputs j and j + 16. Activations are rounded to 8 bits when they arrive, in the same blocks and
-symmetric around 0: x = t * q.
+inputs j and j + 16. On a CPU activations are rounded to 8 bits when they arrive, in the same blocks
+and symmetric around 0: x = t * q.
 
 A product is y = sum over blocks of (dot * scale + minimum * sum(q of x)) * t. Dots within a block
 are integers and exact; blocks are added in order, in float32 without fused operations. So a row of
