@@ -54,7 +54,7 @@ class Draws(Protocol):
 
 
 class Captured(NamedTuple):
-    """What kernels have drawn for all rows of a step already, by these settings."""
+    """The draws that kernels have made already for all rows of a step, by these settings."""
 
     draws: RowDraws
     settings_SN: Tensor

@@ -90,7 +90,7 @@ class Histogram:
 
 
 class ClientMetrics(Collector):
-    """What clients with a name use, from the counts that admission keeps of them."""
+    """Usage of clients that have a name, from the counts that admission keeps of them."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.clients: Mapping[str, Any] = {}

@@ -73,7 +73,7 @@ class Share(Part, frozen=True):
 
 
 class Opening(Part, frozen=True):
-    """What has to be generated before a grammar applies: one of these tokens; with `text`, such
+    """The mark that is generated before a grammar applies: one of these tokens; with `text`, such
     that the output then ends in that text.
     """
 
@@ -320,7 +320,7 @@ class Advance(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Guidance(Part, frozen=True):
-    """What a constraint says about the tokens after the output."""
+    """The answer of a constraint: which tokens may follow the output."""
 
     mask: bytes | None
     """The tokens that may be sampled after the forced ones, as in model.step.Sample.mask; None once

@@ -55,7 +55,7 @@ once, need a launch kernel by kernel, some 70 us of the host for a layer.
 
 
 class Shape(Protocol, Hashable):
-    """What the launches of a captured step depend on."""
+    """The facts that the launches of a captured step depend on."""
 
     @property
     def num_rows(self) -> int: ...
@@ -113,7 +113,7 @@ class Lists(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """What all steps of a shape have in common."""
+    """The part that all steps of a shape have in common."""
 
     shape: Shape
     widths: list[int]

@@ -24,7 +24,7 @@ the latter is preempted."""
 
 @dataclass(slots=True)
 class _Holding:
-    """What a client holds of the running set and of the KV cache."""
+    """The part of the running set and of the KV cache that a client holds."""
 
     sequences: int = 0
     pages: int = 0

@@ -17,8 +17,8 @@ wait."""
 
 
 class Terms(Section):
-    """What a client may do; the defaults are those of a client without an entry in the keys'
-    file.
+    """The limits and rights of a client; the defaults are those of a client without an entry in
+    the keys' file.
     """
 
     name: str = ""
@@ -55,7 +55,7 @@ class Rate:
 
 
 class Usage:
-    """What one client has open now."""
+    """Counts of one client's work: open, waiting, and served so far."""
 
     def __init__(self, terms: Terms) -> None:
         self.terms = terms

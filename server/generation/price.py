@@ -24,8 +24,8 @@ sequence over the whole context has more."""
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Of all sequences together. `tokens`: prompt and output tokens, at most; the unit of shares
-    between clients.
+    """The price of all sequences of a request. `tokens`: prompt and output tokens, at most; the
+    unit of shares between clients.
     """
 
     tokens: int

@@ -57,7 +57,7 @@ class _Refused(Exception):
 
 
 class Door(Protocol):
-    """What a connection calls of the outermost application layer (front.FrontDoor). `scope` is the
+    """The outermost application layer (front.FrontDoor) as a connection calls it. `scope` is the
     ASGI scope of a request. No method blocks.
     """
 

@@ -29,7 +29,7 @@ Open = Callable[[Generation, Any, str, Reservation], Awaitable[Reply]]
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What the routes of every dialect work with."""
+    """The parts of the server that the routes of every dialect work with."""
 
     generation: Generation
     section: ServerSection

@@ -22,7 +22,7 @@ log = logging.getLogger("onehead")
 
 
 UNNAMED = Terms(priority=False)
-"""What a key of server.api_keys may do."""
+"""The terms of a key of server.api_keys."""
 
 
 class _Key(Terms):

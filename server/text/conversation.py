@@ -15,7 +15,7 @@ Message = dict[str, Any]
 
 
 class ChatInput(msgspec.Struct, frozen=True):
-    """What a chat template is given."""
+    """The input of a chat template."""
 
     messages: list[Message]
     add_generation_prompt: bool = True

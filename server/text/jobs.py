@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Texts:
-    """What jobs work with: the tokenizer, chat template and grammar compiler of one checkpoint."""
+    """The tokenizer, chat template and grammar compiler of one checkpoint, for jobs."""
 
     def __init__(self, codec: TextCodec, end_token_ids: Iterable[int] = ()) -> None:
         self.codec = codec

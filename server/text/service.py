@@ -52,7 +52,7 @@ class Source:
 
 
 class Runner(Protocol):
-    """What runs jobs elsewhere: Workers, or a double of it."""
+    """Runs jobs in other processes: Workers, or a double of it."""
 
     async def run(self, job: AnyJob, client: str, seconds: float) -> Any: ...
 

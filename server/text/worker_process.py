@@ -51,7 +51,7 @@ LENGTH_BYTES = 4
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """What the forking process says first: why the chat template is refused, or empty; whether
+    """The first message of the forking process: why the chat template is refused, or empty; whether
     short conversations may be rendered in the API process; and the variables that the template
     reads.
     """
@@ -64,7 +64,7 @@ class Loaded(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What came of a job: its result in msgpack, or a refusal, or the type of an unexpected
+    """The outcome of a job: its result in msgpack, or a refusal, or the type of an unexpected
     error.
     """
 

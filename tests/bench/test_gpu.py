@@ -86,13 +86,11 @@ def test_expected_steps_are_those_that_were_measured_and_an_h200_is_faster_by_by
             assert sum(expected.pieces(engine, rows, keys).values()) == pytest.approx(
                 engine.steps[rows]
             )
-    (here, there), rows = (
-        (
-            expected.pieces(expected.CHANGED, 256, 256 * 840, limits)
-            for limits in (expected.H100, expected.H200)
-        ),
-        256,
+    (here, there) = (
+        expected.pieces(expected.CHANGED, 256, 256 * 840, limits)
+        for limits in (expected.H100, expected.H200)
     )
+    rows = 256
     keys_bytes = rows * 840 * STARCODER_1B.key_bytes
     gain = keys_bytes * (1 / expected.H100.bandwidth - 1 / expected.H200.bandwidth) * 1e6
     assert here["attention with store and join"] - there[
@@ -455,10 +453,8 @@ def test_waiting_is_not_the_host_s_work(
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(FakeEvent, "behind", behind)
     monkeypatch.setattr(launch_costs.Done, "mark", lambda _: streams.CudaEvent())
-    part, wait = (
-        Part(tmp_path / "gpu.zip", "part", "cpu", True, tmp_path, 100.0),
-        streams.CudaEvent.wait,
-    )
+    part = Part(tmp_path / "gpu.zip", "part", "cpu", True, tmp_path, 100.0)
+    wait = streams.CudaEvent.wait
     worker = launch_costs.make_worker(len(part.workload.prompts), 256)
     fill(part, worker.core)
     found = steady(part, worker)
@@ -534,10 +530,8 @@ def test_a_call_is_timed_over_layers_with_keys_of_their_own() -> None:
 def test_continuous_batching_s_options_by_either_version_s_names(tmp_path: Path) -> None:
     peers = pytest.importorskip("bench.gpu.peers", exc_type=ImportError)
     shared = "num_blocks", "max_batch_tokens", "max_requests_per_batch", "allow_block_sharing"
-    old, new = (
-        make_dataclass("Old", [*shared, "block_size"]),
-        make_dataclass("New", [*shared, "page_size", "block_size"]),
-    )
+    old = make_dataclass("Old", [*shared, "block_size"])
+    new = make_dataclass("New", [*shared, "page_size", "block_size"])
     part = Part(tmp_path / "gpu.zip", "part", "cuda", False, tmp_path, 10.0)
     expected = {
         "num_blocks": 2304,

@@ -221,10 +221,8 @@ def test_by_keyboard_a_sequence_is_found_and_followed(
     small: ServerProcess, open_map: OpenPage
 ) -> None:
     page = open_map(small.port)
-    readout, panel = (
-        page.locator(".monitor .readout"),
-        page.get_by_role("region", name="Followed sequence"),
-    )
+    readout = page.locator(".monitor .readout")
+    panel = page.get_by_role("region", name="Followed sequence")
     with closing(
         small.stream(SHARED_PREFIX, "/generate_stream", max_new_tokens=1500, ignore_eos=True)
     ) as stream:
@@ -440,10 +438,8 @@ def test_quantiles_are_those_of_the_values_between_two_events(
 ) -> None:
     page = open_map(small.port)
     # Ten values up to 2, then ten up to 4, as bounds are 1, 2 and 4.
-    before, after = (
-        [5, 5, 5, 5],
-        [5, 15, 15, 5],
-    )
+    before = [5, 5, 5, 5]
+    after = [5, 15, 15, 5]
     script = (
         "async (counts) => (await import(new URL('ui/plots.js', "
         "document.baseURI).href)).quantile(...counts)"

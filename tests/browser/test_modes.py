@@ -388,10 +388,8 @@ def test_controls_have_the_bounds_and_words_of_the_schema(
             for kind in properties[field.get_attribute("name")]["anyOf"]
             if kind["type"] != "null"
         )
-        least, most = (
-            schema.get("minimum", schema.get("exclusiveMinimum")),
-            schema.get("maximum", schema.get("exclusiveMaximum")),
-        )
+        least = schema.get("minimum", schema.get("exclusiveMinimum"))
+        most = schema.get("maximum", schema.get("exclusiveMaximum"))
         assert (float(field.get_attribute("min")), float(field.get_attribute("max"))) == (
             least,
             most,

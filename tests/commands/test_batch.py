@@ -58,11 +58,9 @@ def test_it_goes_on_after_a_kill_and_answers_in_order(tiny_folder: Path, tmp_pat
         "url": "/v1/chat/completions",
         "body": {"messages": [{"role": "user", "content": "x"}]},
     }
-    source, target, straight = (
-        write(tmp_path / "in.jsonl", lines),
-        tmp_path / "out.jsonl",
-        tmp_path / "straight.jsonl",
-    )
+    source = write(tmp_path / "in.jsonl", lines)
+    target = tmp_path / "out.jsonl"
+    straight = tmp_path / "straight.jsonl"
     partial = tmp_path / "out.jsonl.partial"
     killed = subprocess.Popen(command(tiny_folder, source, target, "--engine.max_running", "4"))
     wait_until(lambda: partial.exists() and partial.read_bytes().count(b"\n") >= 12, "some answers")
@@ -200,10 +198,8 @@ def statuses(journal: Path) -> list[int]:
 
 @pytest.mark.nightly
 def test_an_engine_that_is_gone_for_good_answers_nothing(tiny_folder: Path, tmp_path: Path) -> None:
-    source, target = (
-        write(tmp_path / "in.jsonl", [completion(str(i), max_tokens=400) for i in range(40)]),
-        tmp_path / "out.jsonl",
-    )
+    source = write(tmp_path / "in.jsonl", [completion(str(i), max_tokens=400) for i in range(40)])
+    target = tmp_path / "out.jsonl"
     options = "--engine.max_running", "2", "--recovery_timeout", "1"
     process = subprocess.Popen(
         command(tiny_folder, source, target, *options), stderr=subprocess.PIPE, text=True
@@ -230,10 +226,8 @@ def test_an_engine_that_is_gone_for_good_answers_nothing(tiny_folder: Path, tmp_
 def test_an_engine_that_is_away_for_long_answers_nothing_and_the_same_command_goes_on(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
-    source, target = (
-        write(tmp_path / "in.jsonl", [completion(str(i), max_tokens=300) for i in range(60)]),
-        tmp_path / "out.jsonl",
-    )
+    source = write(tmp_path / "in.jsonl", [completion(str(i), max_tokens=300) for i in range(60)])
+    target = tmp_path / "out.jsonl"
     partial = tmp_path / "out.jsonl.partial"
     options = "--engine.max_running", "4", "--recovery_timeout", "1"
     process = subprocess.Popen(
@@ -263,10 +257,8 @@ def test_an_engine_that_is_away_for_long_answers_nothing_and_the_same_command_go
 
 @pytest.mark.nightly
 def test_answers_of_two_models_are_not_mixed(folder: Path, tmp_path: Path) -> None:
-    source, target = (
-        write(tmp_path / "in.jsonl", [completion(str(i), max_tokens=300) for i in range(60)]),
-        tmp_path / "out.jsonl",
-    )
+    source = write(tmp_path / "in.jsonl", [completion(str(i), max_tokens=300) for i in range(60)])
+    target = tmp_path / "out.jsonl"
     partial = tmp_path / "out.jsonl.partial"
     killed = subprocess.Popen(command(folder, source, target, "--engine.max_running", "4"))
     wait_until(lambda: len(statuses(partial)) >= 5, "some answers")
@@ -295,11 +287,9 @@ def test_answers_of_two_models_are_not_mixed(folder: Path, tmp_path: Path) -> No
 
 
 def test_a_link_is_written_through(tiny_folder: Path, tmp_path: Path) -> None:
-    source, link, real = (
-        write(tmp_path / "in.jsonl", [completion("a")]),
-        tmp_path / "out.jsonl",
-        tmp_path / "elsewhere" / "real.jsonl",
-    )
+    source = write(tmp_path / "in.jsonl", [completion("a")])
+    link = tmp_path / "out.jsonl"
+    real = tmp_path / "elsewhere" / "real.jsonl"
     real.parent.mkdir()
     link.symlink_to(real)
     assert cli.main(arguments(tiny_folder, source, link)) == 0

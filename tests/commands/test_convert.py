@@ -91,10 +91,8 @@ def write(kind: str, folder: Path) -> Path:
 def averaged(kind: str) -> Any:
     """The same model with the mean of its key/value heads in the place of each."""
     model = deepcopy(make_model(kind))
-    heads, size = (
-        SOURCES[kind].get("num_key_value_heads", 3),
-        model.config.to_dict().get("head_dim") or 48 // SOURCES[kind].get("n_head", 4),
-    )
+    heads = SOURCES[kind].get("num_key_value_heads", 3)
+    size = model.config.to_dict().get("head_dim") or 48 // SOURCES[kind].get("n_head", 4)
     for name, parameter in model.named_parameters():
         if ".c_attn." in name and kind.startswith("gpt2"):
             by_head = parameter.unflatten(-1, (3, heads, size))
@@ -202,10 +200,8 @@ def test_gpt2_as_first_published_in_two_pickles(legacy: bool, tmp_path: Path) ->
 
 @pytest.mark.parametrize("family", ["falcon", "santacoder"])
 def test_a_pickle_with_one_head_is_rewritten_and_not_marked(family: str, tmp_path: Path) -> None:
-    source, output = (
-        make_family_checkpoint(family, 0, tmp_path / "source").folder,
-        tmp_path / "output",
-    )
+    source = make_family_checkpoint(family, 0, tmp_path / "source").folder
+    output = tmp_path / "output"
     with pytest.raises(CheckpointError, match="has one key/value head already; nothing to convert"):
         convert(ConvertOptions(model=source, output=output))
     tensors = tensors_of(source)

@@ -101,10 +101,8 @@ def test_incremental_equals_batched_for_every_prefix(
     weights = weights_of(d, h, dtype)
     x_bnd = torch.randn(b, n, d, dtype=dtype)
     whole = shazeer.multi_query_attention_batched(x_bnd, x_bnd, causal(n), *weights)
-    step, steps = (
-        shazeer.multi_query_self_attention_incremental,
-        shazeer.multi_head_self_attention_incremental,
-    )
+    step = shazeer.multi_query_self_attention_incremental
+    steps = shazeer.multi_head_self_attention_incremental
     prev_K = prev_V = torch.zeros(b, 0, d // h, dtype=dtype)
     many_K = many_V = torch.zeros(b, h, 0, d // h, dtype=dtype)
     for number in range(n):

@@ -375,10 +375,8 @@ def test_tokens_are_made_once(options: TrainOptions, monkeypatch: pytest.MonkeyP
         "commands.corpus.token_stream",
         lambda *arguments: made.append(0) or token_stream(*arguments),
     )
-    spec, long_run = (
-        train.build_spec(options, tokenizer),
-        options.model_copy(update=dict(steps=600)),
-    )
+    spec = train.build_spec(options, tokenizer)
+    long_run = options.model_copy(update=dict(steps=600))
     first, second = (list(Data(long_run, spec, documents, tokenizer).steps(0)) for _ in range(2))
     assert len(made) == len(list(options.work.glob("tokens-*.npy"))) == 4
     assert all(

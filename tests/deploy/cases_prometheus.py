@@ -93,10 +93,8 @@ def client(port: int, number: int, end: float) -> None:
     """
     rng = random.Random(number)
     while time.monotonic() < end:
-        prompt, parameters = (
-            PREFIX + prompt_text(rng, rng.randint(8, 96)),
-            {"max_new_tokens": rng.randint(16, 96), "ignore_eos": rng.random() < 0.8},
-        )
+        prompt = PREFIX + prompt_text(rng, rng.randint(8, 96))
+        parameters = {"max_new_tokens": rng.randint(16, 96), "ignore_eos": rng.random() < 0.8}
         if rng.random() < 0.125:
             stream = Stream(
                 port, "/generate", {"inputs": prompt, "parameters": parameters, "stream": True}, KEY

@@ -219,10 +219,8 @@ def test_the_schema_of_the_values_names_all_of_them() -> None:
 def test_kserve_starts_the_server_with_options_that_it_accepts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    runtime, config = (
-        KSERVE[2]["spec"]["containers"][0],
-        KSERVE[0]["spec"]["template"]["containers"][0],
-    )
+    runtime = KSERVE[2]["spec"]["containers"][0]
+    config = KSERVE[0]["spec"]["template"]["containers"][0]
     assert settings_of(runtime, runtime["args"], monkeypatch).port == 8080
     for tls in (True, False):
         line = re.sub(

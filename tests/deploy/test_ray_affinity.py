@@ -143,11 +143,9 @@ def test_a_replica_that_has_ended_is_forgotten() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 8), st.booleans()), max_size=200))
 def test_memory_is_bounded_and_counts_are_right(steps: list[tuple[int, int, bool]]) -> None:
-    table, rng, alive = (
-        PrefixTable(capacity=20),
-        random.Random(1),
-        {f"r{number}" for number in range(9)},
-    )
+    table = PrefixTable(capacity=20)
+    rng = random.Random(1)
+    alive = {f"r{number}" for number in range(9)}
     for text, replica, ends in steps:
         if ends:
             alive = alive - {f"r{replica}"} or alive

@@ -84,10 +84,8 @@ def while_it_waits(scene: Scene, request: bytes, reset: bool, what: str) -> None
 
 
 def while_it_is_computed(scene: Scene, request: bytes, reset: bool, what: str) -> None:
-    tokens, cancelled = (
-        scene.server.metric("onehead_generation_tokens_total"),
-        outcome(scene, "cancelled"),
-    )
+    tokens = scene.server.metric("onehead_generation_tokens_total")
+    cancelled = outcome(scene, "cancelled")
     client = Client(scene, request)
     wait_until(lambda: scene.server.metric("onehead_kv_pages_used") > 0, what)
     client.leave(scene, reset)

@@ -132,10 +132,8 @@ def a_link_moves_on(scene: Scene) -> None:
     """The folder is named by a link that is pointed to the next model: the one that is served
     stays.
     """
-    link, following = (
-        scene.files / "current",
-        Path(shutil.copytree(scene.folder, scene.files / "next")),
-    )
+    link = scene.files / "current"
+    following = Path(shutil.copytree(scene.folder, scene.files / "next"))
     other_weights(following)
     link.symlink_to(scene.folder)
     scene.folder = link

@@ -1,6 +1,4 @@
-"""F18 and F23: more clients than there is room for, clients that take their time, and bytes that
-are no HTTP.
-"""
+"""F18: more clients than there is room for, and clients that take their time."""
 
 import contextlib
 import json
@@ -10,7 +8,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 
@@ -22,108 +19,12 @@ from tests.faults.scene import Case, Scene
 from tests.support.processes import wait_until
 from tests.support.wire import Wire
 
-CLOSED_SECONDS = 4.0
 CROWD, ROOM, QUEUE = 200, 4, 12
 FILES = 128
 MOST_LOG = 100_000
 SHORT_HEADS = {"server.http.connection.HEAD_SECONDS": 1.0}
 GET = b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n"
 POST = b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-SMUGGLED = (
-    b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
-    b'application/json\r\ncontent-length: 13\r\n\r\n{"inputs":"s"}'
-)
-CLIENT_HELLO = bytes.fromhex("16030100a5010000a10303") + bytes(160)
-
-
-@dataclass(frozen=True)
-class Raw:
-    """Bytes that are sent as they are, the status of each answer, and whether the connection is
-    closed after the last.
-    """
-
-    what: str
-    data: bytes
-    statuses: tuple[int, ...]
-    closed: bool = True
-
-
-TABLE = (
-    Raw("no HTTP at all", b"\x00\x01\x02\xff\r\n\r\n", (400,)),
-    Raw("TLS", CLIENT_HELLO, (400,)),
-    Raw("HTTP/2", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", (400,)),
-    Raw("pipelining", GET + GET, (200, 200), closed=False),
-    Raw(
-        "a header without a colon",
-        b"GET /live HTTP/1.1\r\nhost: localhost\r\nnothing\r\n\r\n",
-        (400,),
-    ),
-    Raw("NUL in a header", b"GET /live HTTP/1.1\r\nhost: localhost\r\na: \x00\r\n\r\n", (400,)),
-    Raw(
-        "101 headers",
-        b"GET /live HTTP/1.1\r\nhost: localhost\r\n" + b"a: b\r\n" * 100 + b"\r\n",
-        (431,),
-    ),
-    Raw(
-        "a header of 64 KiB",
-        b"GET /live HTTP/1.1\r\nhost: localhost\r\na: " + b"b" * 2**16 + b"\r\n\r\n",
-        (431,),
-    ),
-    Raw(
-        "a header of 3 MiB",
-        b"GET /live HTTP/1.1\r\nhost: localhost\r\na: " + b"b" * 3 * 2**20 + b"\r\n\r\n",
-        (431,),
-    ),
-    Raw("two lengths", POST + b"content-length: 5\r\ncontent-length: 6\r\n\r\n" + SMUGGLED, (400,)),
-    Raw("a length below 0", POST + b"content-length: -1\r\n\r\n" + SMUGGLED, (400,)),
-    Raw(
-        "a length and chunks",
-        POST + b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
-        (400,),
-    ),
-    Raw(
-        "a chunk size that overflows",
-        POST + b"transfer-encoding: chunked\r\n\r\n" + b"f" * 20 + b"\r\nx\r\n" + SMUGGLED,
-        (400,),
-    ),
-    Raw(
-        "a chunk size that is no number",
-        POST + b"transfer-encoding: chunked\r\n\r\nzz\r\nx\r\n" + SMUGGLED,
-        (400,),
-    ),
-    Raw(
-        "a bad trailer",
-        POST
-        + b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nno trailer\x00\r\n\r\n"
-        + SMUGGLED,
-        (400,),
-    ),
-)
-
-
-def exchange(scene: Scene, raw: Raw) -> None:
-    """Sends, and reads every answer to the end."""
-    scene.history.act("raw", what=raw.what, bytes=raw.data[:300].decode("latin-1"))
-    with socket.create_connection(("127.0.0.1", scene.server.port), timeout=PATIENCE) as connection:
-        # It may have heard enough before it has heard all.
-        with contextlib.suppress(ConnectionError):
-            connection.sendall(raw.data)
-        wire = Wire(connection)
-        for expected in raw.statuses:
-            response = wire.response()
-            body = response.body()
-            assert response.status == expected, f"{raw.what}: {response.status} {body!r}"
-            if response.status >= 400:
-                check_refusal(raw.what, dict(response.headers), body)
-        if raw.closed:
-            began = time.monotonic()
-            with contextlib.suppress(ConnectionError):
-                assert connection.recv(65536) == b"", (
-                    f"{raw.what}: there is more after the last answer"
-                )
-            assert time.monotonic() - began < CLOSED_SECONDS, (
-                f"{raw.what}: the connection stays open"
-            )
 
 
 def check_refusal(what: str, headers: dict[str, str], body: bytes) -> None:
@@ -133,21 +34,6 @@ def check_refusal(what: str, headers: dict[str, str], body: bytes) -> None:
     assert headers.get("x-request-id") and not LEAK.search(body.decode()), (
         f"{what}: {headers} {body!r}"
     )
-
-
-def malformed(scene: Scene) -> None:
-    """Each is refused and costs its connection; what was hidden after it never runs; the server
-    goes on, with at most a line of log.
-    """
-    scene.start()
-    before = len(scene.server.log.splitlines())
-    for raw in TABLE:
-        exchange(scene, raw)
-    time.sleep(0.2)  # The log is written after the answers.
-    told = scene.server.log.splitlines()[before:]
-    assert len(told) <= sum(len(raw.statuses) for raw in TABLE), "\n".join(told)
-    assert scene.server.metric("onehead_prompt_tokens_total") == 0, "a hidden request was run"
-    scene.canary()
 
 
 def crowd(scene: Scene) -> None:
@@ -304,7 +190,6 @@ CASES = [
     Case("F18", "idle connections beyond the limit", too_many_connections),
     Case("F18", "more connections than files", more_connections_than_files),
     Case("F18", "a slow head and a slow body", slow_requests),
-    Case("F23", "what is no HTTP", malformed),
 ]
 
 

@@ -237,32 +237,26 @@ def test_the_cpu_backend_equals_the_reference_on_ragged_batches(
     for seed in range(40):
         rng = random.Random(seed)
         torch.manual_seed(seed)
-        page_size, num_heads, head_dim = (
-            rng.choice([1, 4, 16]),
-            rng.choice([1, 4, 12]),
-            rng.choice([16, 40]),
-        )
+        page_size = rng.choice([1, 4, 16])
+        num_heads = rng.choice([1, 4, 12])
+        head_dim = rng.choice([16, 40])
         layout = CacheLayout.of(
             spec.num_layers, rng.choice([(), (None, 7, None), (30,) * 3]), page_size
         )
         allocator = PageAllocator(400 * layout.pages_per_block)
         rows = []
         for id in range(rng.randint(1, 9)):
-            start, count = (
-                rng.choice([0, 0, rng.randrange(60)]),
-                rng.choice([1, 1, rng.randint(1, 30)]),
-            )
+            start = rng.choice([0, 0, rng.randrange(60)])
+            count = rng.choice([1, 1, rng.randint(1, 30)])
             table = PageTable(allocator, layout)
             table.grow(start + count, start + count)
             rows.append(Row(id, [0] * count, start, table.pages, None))
         batch = build_batch(StepPlan(tuple(rows)), layout, find_device("cpu").upload)
         num_tokens = len(batch.token_ids_T)
         filled = torch.randn(2, layout.layers_per_page, allocator.num_pages, page_size, head_dim)
-        q_THd, k_Td, v_Td = (
-            torch.randn(num_tokens, num_heads, head_dim),
-            torch.randn(num_tokens, head_dim),
-            torch.randn(num_tokens, head_dim),
-        )
+        q_THd = torch.randn(num_tokens, num_heads, head_dim)
+        k_Td = torch.randn(num_tokens, head_dim)
+        v_Td = torch.randn(num_tokens, head_dim)
         outputs, pools = [], []
         for name in ("reference", "torch"):
             pool = KVPool(layout, filled[0].clone(), filled[1].clone(), torch.float32)

@@ -204,10 +204,8 @@ def test_a_line_for_each_period_with_load(caplog: pytest.LogCaptureFixture) -> N
     load.tick(101.0 + LOAD_SECONDS)
     assert lines() == []  # Not yet time.
     load.tick(100.0 + 2 * LOAD_SECONDS)
-    rates, cache = (
-        "prompt 30.0 tokens/s, generation 5.0 tokens/s",
-        "KV cache usage 25.0 %, prefix cache hit rate 25.0 %",
-    )
+    rates = "prompt 30.0 tokens/s, generation 5.0 tokens/s"
+    cache = "KV cache usage 25.0 %, prefix cache hit rate 25.0 %"
     assert lines() == [f"load: 3 running, 2 waiting, {rates}, {cache}"]
     metrics.loaded(READY)  # An engine that replaces another counts from 0 again.
     metrics.step(Gauges(1, 0, 1, 0, 0.1, 0, 10, 0), 20)

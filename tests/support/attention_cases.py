@@ -77,10 +77,8 @@ class Case:
         self.rows: list[Row] = []
         self.inputs: list[tuple[torch.Tensor, ...]] = []
         for id in range(self.rng.randint(2, 5)):
-            start, count = (
-                self.rng.choice([0, self.rng.randrange(most)]),
-                self.rng.choice([1, 1, 4, self.rng.randint(1, 40)]),
-            )
+            start = self.rng.choice([0, self.rng.randrange(most)])
+            count = self.rng.choice([1, 1, 4, self.rng.randint(1, 40)])
             table = PageTable(allocator, self.layout)
             allocator._free = self.rng.sample(allocator._free, len(allocator._free))
             table.grow(start + count, start + count)

@@ -251,10 +251,8 @@ def together(
     problems = integrity(scheduler)
     if problems:
         raise SystemExit(f"{name}: {problems[0]}")
-    outcome.occurred, outcome.evidence = (
-        2 * num_most >= min(most, len(cases)),
-        f"up to {num_most} at once",
-    )
+    outcome.occurred = 2 * num_most >= min(most, len(cases))
+    outcome.evidence = f"up to {num_most} at once"
     return outcome
 
 
@@ -299,10 +297,8 @@ def prefixes(engine: Engine, cases: list[Case], ended: Ended) -> list[Outcome]:
             hits[place] += scheduler.num_hit_tokens - before
         ended(1)
     for place, outcome in enumerate(outcomes):
-        outcome.occurred, outcome.evidence = (
-            (hits[place] == 0) == (place == 0),
-            f"{hits[place]} tokens hit",
-        )
+        outcome.occurred = (hits[place] == 0) == (place == 0)
+        outcome.evidence = f"{hits[place]} tokens hit"
     return outcomes
 
 

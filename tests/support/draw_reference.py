@@ -20,12 +20,10 @@ def philox(
     a, b, c, d = counter
     for _ in range(10):
         left, right = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
-        a, b, c, d = (
-            (right >> low) ^ b ^ key[0],
-            right & mask,
-            (left >> low) ^ d ^ key[1],
-            left & mask,
-        )
+        a = (right >> low) ^ b ^ key[0]
+        b = right & mask
+        c = (left >> low) ^ d ^ key[1]
+        d = left & mask
         key = [(key[0] + np.uint64(0x9E3779B9)) & mask, (key[1] + np.uint64(0xBB67AE85)) & mask]
     return [a, b, c, d]
 

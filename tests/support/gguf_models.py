@@ -53,10 +53,8 @@ def write_gguf(
     all others to F32. `kinds`: other types by what tensors are called in their layer (`attn_v`).
     `metadata`: keys of the architecture to be written besides, or in the place of the converter's.
     """
-    config, tensors = (
-        json.loads((folder / "config.json").read_text()),
-        load_file(folder / "model.safetensors"),
-    )
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
     architecture = ARCHITECTURES[config["model_type"]]
     name = gguf.MODEL_ARCH_NAMES[architecture]
     writer = gguf.GGUFWriter(path, name)

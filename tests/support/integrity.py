@@ -12,11 +12,9 @@ from server.engine.sequence import Sequence
 
 def integrity(scheduler: Scheduler) -> list[str]:
     """Inconsistencies, in words; empty if there are none."""
-    allocator, reuse, waiting = (
-        scheduler.allocator,
-        scheduler._prefix_reuse,
-        scheduler.waiting.values(),
-    )
+    allocator = scheduler.allocator
+    reuse = scheduler._prefix_reuse
+    waiting = scheduler.waiting.values()
     problems = allocator.integrity() + reuse.prefixes.integrity()
     holders = [*scheduler.running.values(), *scheduler.ended_in_flight]
     owners = Counter(page for sequence in holders for page in sequence.table.owned)

@@ -212,11 +212,9 @@ class Answer:
             self.ids = [token["id"] for token in data["details"]["tokens"]]
         else:
             (choice,) = data["choices"]
-            self.text, self.finish, self.ids = (
-                choice["text"],
-                choice["finish_reason"],
-                choice["token_ids"],
-            )
+            self.text = choice["text"]
+            self.finish = choice["finish_reason"]
+            self.ids = choice["token_ids"]
 
     def _add(self, id: int, text: str, logprob: float) -> None:
         self.ids.append(id)

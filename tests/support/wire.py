@@ -107,10 +107,8 @@ class ResponseParser:
         yield from self._await(lambda: b"\r\n\r\n" in self.rest)
         head, _, self.rest = self.rest.partition(b"\r\n\r\n")
         first, *lines = head.decode("latin-1").split("\r\n")
-        status, pairs = (
-            STATUS_LINE.fullmatch(first),
-            [HEADER_LINE.fullmatch(line) for line in lines],
-        )
+        status = STATUS_LINE.fullmatch(first)
+        pairs = [HEADER_LINE.fullmatch(line) for line in lines]
         if status is None or not all(pairs):
             raise ValueError(f"no HTTP: {first!r} {lines!r}")
         self.status, self.headers = (
@@ -222,11 +220,9 @@ class Response:
         wire.rest = b""
         while not self._parser.has_head:
             self._parser.feed(wire.receive())
-        self.status, self.headers, self.interim = (
-            self._parser.status,
-            self._parser.headers,
-            self._parser.interim,
-        )
+        self.status = self._parser.status
+        self.headers = self._parser.headers
+        self.interim = self._parser.interim
         self._release()
 
     def header(self, name: str) -> str | None:

@@ -204,11 +204,9 @@ class Canary:
 
 def checks(what: str, quiet: Noticed, attacked: Noticed) -> list[Check]:
     """The limits that another client is promised while a server is attacked."""
-    live, gap, before = (
-        max(attacked.lives, default=0.0),
-        quantile(attacked.gaps, 0.99),
-        max(quiet.memory, default=0),
-    )
+    live = max(attacked.lives, default=0.0)
+    gap = quantile(attacked.gaps, 0.99)
+    before = max(quiet.memory, default=0)
     most_gap = max(GAP_SECONDS, 3 * quantile(quiet.gaps, 0.99))
     grown = max(attacked.memory, default=0) - before
     texts, grammar = quiet.texts | attacked.texts, max(attacked.grammars, default=0.0)

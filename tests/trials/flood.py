@@ -193,10 +193,8 @@ def logged(log: Path, offset: int, status: int) -> list[float]:
 def flood_checks(waves: list[Wave], connections: int) -> list[Check]:
     checks = []
     for number, wave in enumerate(waves, 1):
-        counts, words = (
-            wave.outcomes,
-            ", ".join(f"{count} {name}" for name, count in sorted(wave.outcomes.items())),
-        )
+        counts = wave.outcomes
+        words = ", ".join(f"{count} {name}" for name, count in sorted(wave.outcomes.items()))
         words += f"; {wave.wrong[0]}" if wave.wrong else ""
         whole = counts["answered"] + counts["refused"] == connections
         full = counts["answered"] + counts["wrong"] >= PLACES and counts["refused"] > 0

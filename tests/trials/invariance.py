@@ -187,10 +187,8 @@ async def killed(
             restarts = (await server.metrics()).get(RESTARTS, 0.0)
         finally:
             await server.stop()
-    restless.occurred, restless.evidence = (
-        kills > 0 and restarts >= kills,
-        f"{kills} kills, {restarts:.0f} restarts",
-    )
+    restless.occurred = kills > 0 and restarts >= kills
+    restless.evidence = f"{kills} kills, {restarts:.0f} restarts"
     found = compare(calm.traces, restless, cases)
     expected = {number: as_on_the_wire(trace) for number, trace in reference.items()}
     calm.traces = {

@@ -81,10 +81,8 @@ def history(spec: ModelSpec, num_requests: int, seed: int = 0) -> dict[str, Any]
             for group, pages in zip(layout.groups, sequence.table.pages, strict=True):
                 if group.window is None:
                     held = len(pages) // group.num_stacks * PAGE_SIZE
-                    owned_slots, wasted_slots = (
-                        owned_slots + held,
-                        wasted_slots + held - sequence.num_tokens,
-                    )
+                    owned_slots = owned_slots + held
+                    wasted_slots = wasted_slots + held - sequence.num_tokens
             most_kept = max(most_kept, _held(layout, sequence))
     result = {
         "steps": steps,

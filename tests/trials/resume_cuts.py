@@ -207,10 +207,8 @@ class Proxy:
         joined.stream_id = result["id"]
         for id, data in result["events"]:
             joined.take(data, id)
-        joined.connections, joined.stopped = (
-            self.seen[joined.stream_id],
-            joined.stream_id in self.stopped,
-        )
+        joined.connections = self.seen[joined.stream_id]
+        joined.stopped = joined.stream_id in self.stopped
         self.results += 1
         if self.results == len(self.joined):
             self.over.set()

@@ -285,11 +285,9 @@ def test_every_route_is_asked() -> None:
 
 
 def test_the_command_compares_files(tmp_path: Path) -> None:
-    before, after, report = (
-        tmp_path / "before.json.gz",
-        tmp_path / "after.json",
-        tmp_path / "report.md",
-    )
+    before = tmp_path / "before.json.gz"
+    after = tmp_path / "after.json"
+    report = tmp_path / "report.md"
     before.write_bytes(gzip.compress(json.dumps({"answers": {"a": answer("{}")}}).encode()))
     for status, exit_status in ((200, 0), (400, 1)):
         after.write_text(json.dumps({"answers": {"a": answer("{}", status=status)}}))

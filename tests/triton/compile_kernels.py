@@ -58,10 +58,8 @@ SHAPES = (16, 128), (48, 128), (71, 64), (8, 256), (4, 256), (16, 576), (128, 57
 POINTERS = {
     f"{name}_ptr": "*i32" for name in ("spans", "tiles", "tables", "slots", "positions", "counters")
 }
-LISTED, UNLISTED = (
-    {"positions_ptr": None},
-    {"spans_ptr": None, "tiles_ptr": None, "slots_ptr": None},
-)
+LISTED = {"positions_ptr": None}
+UNLISTED = {"spans_ptr": None, "tiles_ptr": None, "slots_ptr": None}
 """Which pointers are absent where tiles are listed, and where they follow from positions."""
 MULTIPLICATION = re.compile("|".join(map(re.escape, MULTIPLIES)))
 NUMBERS = {2: "bf16", 4: "fp32"}
@@ -108,10 +106,8 @@ def compiled(
         if name in constants:
             signature[name] = "constexpr"
         elif name.endswith("_ptr"):
-            signature[name], attributes[(place,)] = (
-                pointers.get(name, "*" + number),
-                [["tt.divisibility", 16]],
-            )
+            signature[name] = pointers.get(name, "*" + number)
+            attributes[place,] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if name in FLOATS else "i32"
             attributes |= {(place,): [["tt.divisibility", 16]]} if name == "stride" else {}
@@ -389,10 +385,8 @@ def compile_fast(architecture: int, shape: int, window: int, stored: bool, size:
         "WINDOW": window,
     }
     constants |= {"cosine_ptr": None, "sine_ptr": None} if num_r else {}
-    pointers, told = (
-        POINTERS | (FLOAT8 if stored else {}),
-        {"shape": f"{heads}x{columns}", "window": window, "architecture": architecture},
-    )
+    pointers = POINTERS | (FLOAT8 if stored else {})
+    told = {"shape": f"{heads}x{columns}", "window": window, "architecture": architecture}
     classes = [
         choose_decode(shared, heads, columns, size, 64, num_rows)
         for num_rows in (1, FEW_ROWS, MANY_ROWS)

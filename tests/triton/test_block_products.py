@@ -110,10 +110,8 @@ def test_products_are_the_dequantized_matrixs(
 ) -> None:
     layer, weight_OI = made(form, outputs, inputs, fixed=fixed, dtype=dtype)
     x_TI = rows_of(num_rows, inputs, dtype)
-    y_TO, expected_TO = (
-        layer(x_TI),
-        F.linear(x_TI.double(), weight_OI.double(), layer.bias.double()),
-    )
+    y_TO = layer(x_TI)
+    expected_TO = F.linear(x_TI.double(), weight_OI.double(), layer.bias.double())
     assert y_TO.dtype is dtype and near(y_TO, expected_TO, NEAR[dtype])
     assert torch.equal(layer(x_TI[None]), y_TO[None]) and layer(x_TI[:0]).shape == (0, outputs)
     layer.bias = None
@@ -125,11 +123,9 @@ def test_products_are_the_dequantized_matrixs(
 @torch.inference_mode()
 def test_products_of_random_shapes(seed: int, form: BlockFormat) -> None:
     rng = random.Random(seed)
-    num_rows, inputs, outputs = (
-        rng.choice([1, 3, 17, 64, 100]),
-        rng.randint(1, 700),
-        rng.randint(1, 150),
-    )
+    num_rows = rng.choice([1, 3, 17, 64, 100])
+    inputs = rng.randint(1, 700)
+    outputs = rng.randint(1, 150)
     layer, weight_OI = made(form, outputs, inputs, fixed=rng.random() < 0.5)
     x_TI = rows_of(num_rows, inputs)
     assert near(

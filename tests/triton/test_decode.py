@@ -264,10 +264,8 @@ def test_a_step_of_padding_touches_nothing() -> None:
     plan.singles.positions_B[:] = -1
     plan.singles.tables_BW[0][:] = 10**6
     before = pool.keys_LPSd.clone(), pool.values_LPSv.clone()
-    q_THd, k_Td = (
-        torch.full((4, 16, 128), torch.nan, dtype=case.dtype),
-        torch.full((4, 128), torch.nan, dtype=case.dtype),
-    )
+    q_THd = torch.full((4, 16, 128), torch.nan, dtype=case.dtype)
+    k_Td = torch.full((4, 128), torch.nan, dtype=case.dtype)
     assert backend.run(plan, 0, q_THd, k_Td, k_Td).isnan().all()
     assert all(
         torch.equal(x.nan_to_num(9.0), y.nan_to_num(9.0))

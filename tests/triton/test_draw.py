@@ -69,10 +69,8 @@ def check_plain(num_rows: int, num_tokens: int, dtype: torch.dtype) -> None:
     from model.devices.gpu.drawing import KernelDraws
 
     logits_SV, samples = random_logits(num_rows, num_tokens, dtype), plain_samples(num_rows)
-    drawn_S, draws = (
-        torch.full((num_rows + 1,), -7),
-        KernelDraws(num_rows + 1, num_tokens, CPU.torch_device),
-    )
+    drawn_S = torch.full((num_rows + 1,), -7)
+    draws = KernelDraws(num_rows + 1, num_tokens, CPU.torch_device)
     draws.results_SR.fill_(-7)
     draws.draw(logits_SV, torch.from_numpy(settings_SN(samples)), drawn_S)
     results_SR = draws.results_SR[:num_rows]
@@ -228,10 +226,8 @@ def test_top_k_and_top_p_keep_exactly_the_set_of_a_stable_sort(number: int) -> N
         rng.choice([0.3, 0.8, 0.95, 1.0 - 1e-9]),
     )
     samples = [Sample(sampling, (), ())] * num_tokens
-    logits_SV, settings = (
-        logits_V.expand(num_tokens, -1).contiguous(),
-        torch.from_numpy(settings_SN(samples)),
-    )
+    logits_SV = logits_V.expand(num_tokens, -1).contiguous()
+    settings = torch.from_numpy(settings_SN(samples))
     draws = KernelDraws(num_tokens, num_tokens, CPU.torch_device)
     draws.draw(logits_SV, settings, None)
     draws.results_SR[:, 0] = torch.arange(num_tokens)
@@ -257,10 +253,8 @@ def test_top_k_and_top_p_keep_exactly_the_set_of_a_stable_sort(number: int) -> N
 def adjusted_samples(num_tokens: int) -> list[Sample]:
     rng = random.Random(num_tokens)
     history = [rng.randrange(num_tokens) for _ in range(300)]
-    allowed, mask = (
-        bitmap(rng.sample(range(num_tokens), num_tokens // 2)),
-        bitmap(rng.sample(range(num_tokens - 9), num_tokens // 3)),
-    )
+    allowed = bitmap(rng.sample(range(num_tokens), num_tokens // 2))
+    mask = bitmap(rng.sample(range(num_tokens - 9), num_tokens // 3))
     everything = Sampling(
         0.0,
         0,
@@ -383,15 +377,11 @@ def test_states_that_are_not_finite_are_told_of_their_own_row() -> None:
     from model.devices.gpu.drawing import KernelDraws
 
     for num_tokens, depth in ((5, 70), (4100, 33), (6200, 8)):
-        samples, logits_SV, states_SD = (
-            plain_samples(4),
-            random_logits(4, num_tokens),
-            torch.randn(4, depth).bfloat16(),
-        )
-        draws, settings = (
-            KernelDraws(6, num_tokens, CPU.torch_device),
-            torch.from_numpy(settings_SN(samples)),
-        )
+        samples = plain_samples(4)
+        logits_SV = random_logits(4, num_tokens)
+        states_SD = torch.randn(4, depth).bfloat16()
+        draws = KernelDraws(6, num_tokens, CPU.torch_device)
+        settings = torch.from_numpy(settings_SN(samples))
         for column, broken in ((0, torch.nan), (depth - 1, -torch.inf)):
             spoilt_SD = states_SD.clone()
             spoilt_SD[2, column] = broken

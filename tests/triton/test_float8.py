@@ -120,10 +120,8 @@ def test_a_conversion_is_torchs_number_by_number() -> None:
     generator = torch.Generator().manual_seed(0)
     sizes = torch.exp2(torch.randint(-14, 10, (4, 1024), generator=generator).float())
     x_Td = torch.randn(4, 1024, generator=generator) * sizes
-    keys, slots = (
-        torch.zeros(1, 4, 1024, dtype=torch.float8_e4m3fn),
-        torch.arange(4, dtype=torch.int32),
-    )
+    keys = torch.zeros(1, 4, 1024, dtype=torch.float8_e4m3fn)
+    slots = torch.arange(4, dtype=torch.int32)
     scatter[(4, 1)](
         x_Td, x_Td, x_Td, None, None, x_Td, keys, keys, slots, None, slots, 1024, 1024, 1024, 0, 0,
         1, 16,

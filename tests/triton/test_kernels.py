@@ -117,10 +117,8 @@ def check_random_step(seed: int) -> None:
     some rows drawing and some not.
     """
     rng = random.Random(seed)
-    window, kernels = (
-        rng.choice([None, None, 20]),
-        rng.choice(["triton-fast", "triton-fast", "triton"]),
-    )
+    window = rng.choice([None, None, 20])
+    kernels = rng.choice(["triton-fast", "triton-fast", "triton"])
     case = Case(
         seed, rng.choice([1, 3, 16]), 32, rng.choice([None, 16]), 16, window, 60, kernels=kernels
     )

@@ -111,11 +111,9 @@ def test_a_branchs_norm_is_rounded_before_the_sum(
 
 
 def test_a_scale_is_applied_before_the_sum_is_rounded(launches: Any) -> None:
-    x, branch, norm = (
-        rows(100, torch.bfloat16),
-        rows(100, torch.bfloat16),
-        make_norm(100, torch.bfloat16, centred=False),
-    )
+    x = rows(100, torch.bfloat16)
+    branch = rows(100, torch.bfloat16)
+    norm = make_norm(100, torch.bfloat16, centred=False)
     (sum_TD, _) = launches.add_norm(x, [(branch, None)], 0.22, norm)
     assert is_rounded(sum_TD, x.double() + branch.double() * 0.22)
 
@@ -138,11 +136,9 @@ def test_a_row_alone_has_the_bits_that_it_has_in_company(
 
 
 def test_a_nan_stays_in_its_row_and_there_may_be_no_rows(launches: Any) -> None:
-    x, branch, norm = (
-        rows(20, torch.float32),
-        rows(20, torch.float32),
-        make_norm(20, torch.float32, centred=True),
-    )
+    x = rows(20, torch.float32)
+    branch = rows(20, torch.float32)
+    norm = make_norm(20, torch.float32, centred=True)
     before = launches.add_norm(x, [(branch, None)], 1.0, norm)
     branch[2, 7] = torch.inf
     after = launches.add_norm(x, [(branch, None)], 1.0, norm)

@@ -19,7 +19,7 @@ Calls = Literal["none", "auto", "first", "required"]
 
 
 class CallDelta(msgspec.Struct, frozen=True, gc=False):
-    """What is added to the call number `index`: its name once, then its arguments, JSON text."""
+    """An addition to the call number `index`: its name once, then its arguments, JSON text."""
 
     index: int
     name: str | None
@@ -27,7 +27,7 @@ class CallDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 class Parsed(msgspec.Struct, frozen=True, gc=False):
-    """What became final with a token."""
+    """The parts of a reply that became final with a token."""
 
     text: str = ""
     thought: str = ""

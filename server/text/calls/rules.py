@@ -32,7 +32,7 @@ class Compiled(msgspec.Struct, frozen=True):
 
 
 class CallRules(msgspec.Struct, frozen=True):
-    """What calls may be: of these functions, one or with `parallel` several, all of the output or
+    """Rules for calls: of these functions, one or with `parallel` several, all of the output or
     what follows an opening (`opened`). `text`: the kind and source of a constraint on an output
     without calls, and on the text before them.
     """

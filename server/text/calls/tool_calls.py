@@ -19,7 +19,7 @@ from server.text.conversation import names_tools
 
 @dataclass(frozen=True, slots=True)
 class CallPlan:
-    """What a request needs for its calls and thoughts. `parser`: makes the parser of one reply;
+    """The plan of a request for its calls and thoughts. `parser`: makes the parser of one reply;
     None where all of the output is text.
     """
 

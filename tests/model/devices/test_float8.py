@@ -68,20 +68,16 @@ def test_the_cpu_backend_equals_the_reference_on_ragged_batches(value_in_key: bo
         allocator = PageAllocator(200 * layout.pages_per_block)
         rows = []
         for id in range(rng.randint(2, 6)):
-            start, count = (
-                rng.choice([0, rng.randrange(60)]),
-                rng.choice([1, 1, rng.randint(1, 30)]),
-            )
+            start = rng.choice([0, rng.randrange(60)])
+            count = rng.choice([1, 1, rng.randint(1, 30)])
             table = PageTable(allocator, layout)
             table.grow(start + count, start + count)
             rows.append(Row(id, [0] * count, start, table.pages, None))
         batch = build_batch(StepPlan(tuple(rows)), layout, find_device("cpu").upload)
         num_tokens = len(batch.token_ids_T)
-        q_THd, k_Td, v_Tv = (
-            torch.randn(num_tokens, 4, 40),
-            600 * torch.randn(num_tokens, 40),
-            torch.randn(num_tokens, 24),
-        )
+        q_THd = torch.randn(num_tokens, 4, 40)
+        k_Td = 600 * torch.randn(num_tokens, 40)
+        v_Tv = torch.randn(num_tokens, 24)
         v_Tv = k_Td[:, :24] if value_in_key else v_Tv
         outputs, pools = [], []
         for name in (

@@ -185,10 +185,8 @@ def test_short_chunks_of_prompts_beside_single_tokens_are_captured(tmp_path: Pat
     """
     checkpoint = make_checkpoint(SHAPES[1], tmp_path)
     stream = RecordingStream()
-    core, expected = (
-        overlapped(tmp_path, stream, captured=True),
-        make_core(checkpoint, 60, 8, page_size=PAGE),
-    )
+    core = overlapped(tmp_path, stream, captured=True)
+    expected = make_core(checkpoint, 60, 8, page_size=PAGE)
     outputs: dict[int, list[int]] = {}
     launched = stream.num_enqueued - stream.num_replays  # To warm up.
     for id in range(6):

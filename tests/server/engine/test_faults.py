@@ -69,10 +69,8 @@ def test_a_step_too_large_is_computed_row_by_row(most: int) -> None:
         core = EngineCore(Scheduler(Limits(64, one_group(PAGE), 200, 8, 32)), model)
         expected, prompts = {}, {}
         for id in range(1, 6):
-            prompts[id], count = (
-                [rng.randrange(1, 60) for _ in range(rng.randint(1, 30))],
-                rng.randint(1, 8),
-            )
+            prompts[id] = [rng.randrange(1, 60) for _ in range(rng.randint(1, 30))]
+            count = rng.randint(1, 8)
             core.scheduler.submit(
                 id, prompts[id], count, Sampling(seed=id), score_prompt=id % 2 == 0
             )

@@ -97,10 +97,8 @@ class Watcher:
         layout, chain = self.scheduler.limits.layout, Chain("")
         for start in range(0, len(prompt) - layout.page_size + 1, layout.page_size):
             chain.extend(prompt[start : start + layout.page_size])
-        found, expected = (
-            len(self.scheduler.prefixes.match(chain.links)),
-            self.routers[0].index.num_cached(prompt, layout.page_size),
-        )
+        found = len(self.scheduler.prefixes.match(chain.links))
+        expected = self.routers[0].index.num_cached(prompt, layout.page_size)
         has_windows = any(group.window is not None for group in layout.groups)
         assert found <= expected if has_windows else found == expected
         self.seen["predicted hits"] += found > 0
@@ -162,11 +160,9 @@ def test_routers_know_the_blocks_of_the_engine_in_many_histories(kind: type[Hist
 
 def cache_with(tokens: list[int], salt: str, log: KvEventLog) -> PrefixCache:
     allocator, layout = PageAllocator(8), one_group(4)
-    prefixes, table, chain = (
-        PrefixCache(allocator, layout),
-        PageTable(allocator, layout),
-        Chain(salt),
-    )
+    prefixes = PrefixCache(allocator, layout)
+    table = PageTable(allocator, layout)
+    chain = Chain(salt)
     prefixes.on_change = log.changes.append
     table.grow(len(tokens), len(tokens))
     for index in range(len(tokens) // 4):

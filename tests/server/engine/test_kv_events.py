@@ -206,11 +206,9 @@ def test_a_subscriber_knows_the_blocks_at_random_moments_of_a_long_history(
             if rng.random() < 0.2:
                 dump = views.answer(Look(dump=True)).dump
                 assert dump is not None and subscriber.problems(dump) == []
-                moments, num_changed, blocks = (
-                    moments + 1,
-                    num_changed + (blocks != set(dump["blocks"])),
-                    set(dump["blocks"]),
-                )
+                moments = moments + 1
+                num_changed = num_changed + (blocks != set(dump["blocks"]))
+                blocks = set(dump["blocks"])
     publisher._public.close()
     assert (
         num_changed > MOMENTS / 2 and scheduler.num_preemptions > 20 and len(history.cancelled) > 20

@@ -162,10 +162,8 @@ def test_tokens_a_minute_are_checked_again_when_their_number_is_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However many requests of a key were admitted before the first of them was read."""
-    office, terms = (
-        Office(monkeypatch, max_running=10),
-        Terms(tokens_per_minute=100, requests_per_minute=7),
-    )
+    office = Office(monkeypatch, max_running=10)
+    terms = Terms(tokens_per_minute=100, requests_per_minute=7)
     reserved = [office.admission.reserve("", "a", terms) for _ in range(7)]
     assert (
         office.refusal("a", tokens_per_minute=100, requests_per_minute=7).code

@@ -485,10 +485,8 @@ def open_door(chat_folder: Path) -> Iterator[Door]:
 
 @pytest.fixture(scope="module")
 def guarded_door(chat_folder: Path) -> Iterator[Door]:
-    keys, pages = (
-        f"--server.api_keys={bad_inputs.KEY_HASHES}",
-        f"--cache.pages={bad_inputs.FEW_PAGES}",
-    )
+    keys = f"--server.api_keys={bad_inputs.KEY_HASHES}"
+    pages = f"--cache.pages={bad_inputs.FEW_PAGES}"
     constants = {"server.http.connection.BODY_SECONDS": 0.3}
     door = Door(
         chat_folder,

@@ -118,10 +118,8 @@ async def test_the_routes_of_one_model_ignore_its_name_and_those_of_openai_check
     while not served.client.admission.accepting:
         await asyncio.sleep(0)
     inputs: dict[str, Any]
-    inputs, messages = (
-        {"inputs": "a", "parameters": {"max_new_tokens": 2}},
-        [{"role": "user", "content": "a"}],
-    )
+    inputs = {"inputs": "a", "parameters": {"max_new_tokens": 2}}
+    messages = [{"role": "user", "content": "a"}]
     openai: dict[str, Any] = {
         "/v1/completions": {"prompt": "a"},
         "/v1/chat/completions": {"messages": messages, "max_tokens": 2},

@@ -153,10 +153,8 @@ def test_requests_served_together_get_what_each_gets_alone(vocabulary: Path) -> 
     grammars, refused = compiled(codec)
     assert not refused and len(set(grammars)) == 40
     served = read_grammars(codec.path, list(codec.end_token_ids))
-    asked, ends = (
-        requests(grammars, 200 if vocabulary == EMBEDDED else 80, 100, seed=1),
-        list(codec.end_token_ids),
-    )
+    asked = requests(grammars, 200 if vocabulary == EMBEDDED else 80, 100, seed=1)
+    ends = list(codec.end_token_ids)
     for request, outcome in zip(
         asked, together(asked, served, ends, seed=1, crashes=2), strict=True
     ):
@@ -355,11 +353,9 @@ async def test_grammars_of_llama_cpp(
     """GBNF, and Lark that has its sign in a text: random tokens make texts of the language."""
     compiled = await compiler.compile(Source("lark", grammar, "grammar"))
     for seed in range(8):
-        rng, constraint, ids = (
-            random.Random(seed),
-            grammars.constraint(submit(compiled)),
-            list[int](),
-        )
+        rng = random.Random(seed)
+        constraint = grammars.constraint(submit(compiled))
+        ids = list[int]()
         assert constraint is not None
         while len(ids) < 60:
             ids += constraint.forced

@@ -77,10 +77,8 @@ def test_every_architecture_loads_as_its_safetensors(
     source, folder = folders
     make_folder(source, convertible(family, number))
     convert(source, folder)
-    ours, theirs = (
-        read_spec(folder),
-        replace(read_spec(source), end_token_ids=(), num_unread_layers=0),
-    )
+    ours = read_spec(folder)
+    theirs = replace(read_spec(source), end_token_ids=(), num_unread_layers=0)
     assert replace(ours, rotary=theirs.rotary, attention_scale=theirs.attention_scale) == theirs
     assert ours.attention_scale == pytest.approx(theirs.attention_scale, rel=1e-6)
     if ours.rotary is not None and theirs.rotary is not None:

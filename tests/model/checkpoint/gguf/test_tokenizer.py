@@ -137,10 +137,8 @@ def test_a_sentencepiece_vocabulary_is_read_as_sentencepiece_reads_it(
 @needs_sentencepiece
 def test_control_tokens_are_found_in_a_prompt_and_never_merged_from_text() -> None:
     _, metadata = sentencepiece(prefix=False)
-    made, ids = (
-        loaded(metadata),
-        {token: id for id, token in enumerate(metadata[f"{PREFIX}tokens"])},
-    )
+    made = loaded(metadata)
+    ids = {token: id for id, token in enumerate(metadata[f"{PREFIX}tokens"])}
     found = made.encode("<start_of_turn>a<table>", add_special_tokens=False).ids
     assert found == [ids["<start_of_turn>"], ids["a"], ids["<table>"]]
     made.encode_special_tokens = True

@@ -27,10 +27,8 @@ V1 = {
     "proc/self/mountinfo": "3 2 0:1 / FS rw - cgroup none rw,memory\n",
 }
 OWN, ABOVE = "fs/s/a.service/memory.", "fs/s/memory."
-FIRST, LEGACY = (
-    "fs/docker/12/memory.",
-    {"fs/memory.limit_in_bytes": f"{UNLIMITED}\n", "fs/memory.usage_in_bytes": f"{7 * MIB}\n"},
-)
+FIRST = "fs/docker/12/memory."
+LEGACY = {"fs/memory.limit_in_bytes": f"{UNLIMITED}\n", "fs/memory.usage_in_bytes": f"{7 * MIB}\n"}
 
 CASES: dict[str, tuple[dict[str, str], int, int]] = {
     "none": (V2, 4096, 8192),

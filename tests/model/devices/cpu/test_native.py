@@ -68,10 +68,8 @@ class Case:
         self.rows: list[Row] = []
         self.inputs: list[tuple[torch.Tensor, ...]] = []
         for id in range(self.rng.randint(1, 6)):
-            start, count = (
-                self.rng.choice([0, self.rng.randrange(most)]),
-                self.rng.choice([1, 1, self.rng.randint(1, 40)]),
-            )
+            start = self.rng.choice([0, self.rng.randrange(most)])
+            count = self.rng.choice([1, 1, self.rng.randint(1, 40)])
             table = PageTable(self.allocator, self.layout)
             self.allocator._free = self.rng.sample(self.allocator._free, len(self.allocator._free))
             table.grow(start + count, start + count)

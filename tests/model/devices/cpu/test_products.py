@@ -141,12 +141,10 @@ def test_rows_are_quantized_with_the_bits_of_their_definition(
 @pytest.mark.parametrize("form", BLOCKS)
 def test_a_block_that_is_not_finite_has_no_finite_scale(width: str, form: BlockFormat) -> None:
     weight_NI = torch.randn(6, 96)
-    weight_NI[0, 40], weight_NI[1, 40], weight_NI[2, 40], weight_NI[3, 40] = (
-        torch.nan,
-        torch.inf,
-        -torch.inf,
-        1e38,
-    )
+    weight_NI[0, 40] = torch.nan
+    weight_NI[1, 40] = torch.inf
+    weight_NI[2, 40] = -torch.inf
+    weight_NI[3, 40] = 1e38
     expected = torch.ones(6, 3, dtype=torch.bool)
     expected[:4, 1] = False
     for blocks in (quantized(width, form, weight_NI), form.quantize(weight_NI)):

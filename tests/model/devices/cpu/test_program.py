@@ -90,10 +90,8 @@ def test_a_program_gives_the_bits_of_the_modules(family: str, number: int, tmp_p
     assert isinstance(runner.forward, Program) == recordable
     if not recordable:
         return
-    modules, rng = (
-        Device.forward(runner.device, runner.decoder, runner.backend),
-        random.Random(number),
-    )
+    modules = Device.forward(runner.device, runner.decoder, runner.backend)
+    rng = random.Random(number)
     for threads, most_tokens in ((1, 8), (2, 1), (2, 40), (3, 8)):
         plan = ragged(runner, rng, rng.choice((1, 3, 9)), most_tokens)
         for found, expected in zip(

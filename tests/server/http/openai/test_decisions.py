@@ -199,9 +199,9 @@ def test_400_questions_read_their_state_once_and_outlive_an_engine(server: Serve
     status, first = server.post(
         "/v1/decisions", {"input": state, "questions": questions, "cache_salt": "400"}
     )
-    usage, prompt = (
-        first["usage"],
-        len(f"{state}\n\n{TEXTS[0][0]}\nAnswer:") + len("It is 000.") - len(YES_NO["instructions"]),
+    usage = first["usage"]
+    prompt = (
+        len(f"{state}\n\n{TEXTS[0][0]}\nAnswer:") + len("It is 000.") - len(YES_NO["instructions"])
     )
     shared = (len(state) + len("\n\nQuestion: It is ")) // page * page
     assert status == 200 and len(first["answers"]) == 400
@@ -457,10 +457,8 @@ def piece(top: dict[int, float]) -> Piece:
 def test_labels_are_read_up_to_the_token_that_tells_them_apart() -> None:
     labels = Labels([[(1, 2), (3, 2)], [(1, 4, 5)], [(6,)]])
     assert labels.next == {(): [1, 3, 6], (1,): [2, 4]}
-    first, second = (
-        piece({1: math.log(0.5), 3: math.log(0.1), 6: math.log(0.2)}),
-        piece({2: math.log(0.4), 4: math.log(0.2)}),
-    )
+    first = piece({1: math.log(0.5), 3: math.log(0.1), 6: math.log(0.2)})
+    second = piece({2: math.log(0.4), 4: math.log(0.2)})
     pieces = iter([first, second, first])
     shares, mass, is_label = labels.read(pieces)
     assert shares == pytest.approx([0.3 / 0.6, 0.1 / 0.6, 0.2 / 0.6]) and mass == pytest.approx(0.6)

@@ -673,11 +673,9 @@ def test_long_texts_do_not_hold_up_the_others(embedded_server: ServerProcess) ->
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
     ):
         with ThreadPoolExecutor(1) as pool:
-            began, answer, probes = (
-                time.monotonic(),
-                pool.submit(embedded_server.post, path, body),
-                0,
-            )
+            began = time.monotonic()
+            answer = pool.submit(embedded_server.post, path, body)
+            probes = 0
             while not answer.done():
                 assert embedded_server.get("/live")[0] == 200
                 probes += 1
