@@ -10,18 +10,24 @@ run.
 """
 
 import random
-from array import array
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 from msgspec.structs import replace
+from torch import Tensor
 
 from bench.gpu.attention import NEAR, backend_name
-from bench.gpu.common import Part, engine
+from bench.gpu.common import Part, at_once, engine, pages_of
 from cache.layout import CacheLayout, pages_for
 from cache.pool import KVPool
+from model.checkpoint.families import read_spec
 from model.decode import DecodeTable
+from model.devices.blocks import FORMATS, BlockFormat, dequantize
+from model.layers import Linear
 from model.runner.runner import ModelRunner
 from model.step import PENDING, Row, Sample, SampledToken, Sampling, StepPlan
 from tests.support.attention_cases import Case
@@ -39,13 +45,17 @@ SHAPES = (
 LATENT_SHAPES = ((16, 576, 512), (128, 576, 512))
 SMALL_SHAPES = ((4, 32, None),)
 """Query heads, columns of a key, and columns of a value where these are the key's first."""
-SEEDS = 4
+SEEDS = 8
 PAGE_SIZE = 64
+WINDOW, WINDOWED = 512, 800
+"""Of every other pair of cases, and their longest context: they have three times the pages."""
 BATCHES, SMALL_BATCHES = (1, 2, 3, 17, 64, 5), (1, 3)
 LONGEST, SMALL_LONGEST = 2000, 90
 NEAR_LOGPROB = 0.3
 """Largest distance of a log-probability where products are not batch-invariant: cuBLAS rounds
 otherwise in a padded batch."""
+SLABS = (64, 256)
+HEAD = (49152, 2048)
 PRODUCTS = ((2304, 2048), (2048, 2048), (8192, 2048), (2048, 8192), (3072, 4544))
 SMALL_PRODUCTS = ((40, 1100),)
 """Outputs and inputs: StarCoderBase-1B's, and inputs that are no power of two."""
@@ -55,6 +65,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True},
     "fp8 cache": {"cache_dtype": "fp8"},
     "float32": {"dtype": "float32"},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+    "int8 deterministic": {"quantization": "int8", "deterministic": True},
 }
 NUM_SAMPLED = 9
 SAMPLINGS = (
@@ -76,36 +89,46 @@ def kernels_of(part: Part, heads: int, key_dim: int, dtype: torch.dtype) -> str:
 
 
 @torch.inference_mode()
-def attention(part: Part) -> None:
-    """Every shape of heads in each dtype, with several seeds."""
-    shapes, dtypes = (
-        (SMALL_SHAPES, (torch.float32,)) if part.small else ((*SHAPES, *LATENT_SHAPES), tuple(NEAR))
-    )
-    for dtype in dtypes:
-        for heads, key_dim, value_dim in shapes:
-            name = f"attention/{heads}x{key_dim} {str(dtype).removeprefix('torch.')}"
-            with part.guarded(name):
-                kernels = kernels_of(part, heads, key_dim, dtype)
-                for seed in range(1 if part.small else SEEDS):
-                    case = Case(
-                        seed, heads, key_dim, value_dim, PAGE_SIZE, None,
-                        SMALL_LONGEST if part.small else LONGEST, dtype, None,
-                        device=part.device, kernels=kernels,
-                    )  # fmt: skip
-                    case.check(NEAR[dtype])
-                    if kernels == "triton-fast":
-                        # Not batch-invariant, and the kernels of engine.deterministic are checked
-                        # beside it.
-                        case.kernels = "triton"
-                        case.check(NEAR[dtype])
-                    check_alone(case)
-                part.note(name, {"kernels": kernels})
+def attention(
+    part: Part, heads: int, key_dim: int, value_dim: int | None, dtype: torch.dtype
+) -> None:
+    """A shape of heads in a dtype, with several seeds: with windows and rotations too, but for
+    latents, which have neither here.
+    """
+    name = f"attention/{heads}x{key_dim} {str(dtype).removeprefix('torch.')}"
+    with part.guarded(name):
+        kernels = kernels_of(part, heads, key_dim, dtype)
+        for seed in range(2 if part.small else SEEDS):
+            window = WINDOW if value_dim is None and seed // 2 % 2 else None
+            longest = SMALL_LONGEST if part.small else LONGEST if window is None else WINDOWED
+            case = Case(
+                seed, heads, key_dim, value_dim, PAGE_SIZE, window, longest, dtype, None,
+                device=part.device, kernels=kernels,
+            )  # fmt: skip
+            if value_dim is None and seed % 2:
+                case.rotate(interleaved=seed % 4 == 3)
+            for layer in (0,) if window is None else (0, 1):
+                check_case(case, kernels, NEAR[dtype], layer)
+        part.note(name, {"kernels": kernels})
 
 
-def check_alone(case: Case) -> None:
+def check_case(case: Case, kernels: str, near: float, layer: int) -> None:
+    """Both backends are near the reference, and in the batch-invariant one each row is the same
+    alone.
+    """
+    case.kernels = kernels
+    case.check(near, layer)
+    if kernels == "triton-fast":
+        # Not batch-invariant, and the kernels of engine.deterministic are checked beside it.
+        case.kernels = "triton"
+        case.check(near, layer)
+    check_alone(case, layer)
+
+
+def check_alone(case: Case, layer: int) -> None:
     """Raises AssertionError where a sequence's output depends on the others in the batch."""
-    for number, together in enumerate(case.run(case.everyone())):
-        assert torch.equal(case.run([number])[0], together), (
+    for number, together in enumerate(case.run(case.everyone(), layer)):
+        assert torch.equal(case.run([number], layer)[0], together), (
             f"sequence {number} of {len(case.rows)} depends on the others"
         )
 
@@ -150,36 +173,107 @@ def products(part: Part) -> None:
             part.note(name, {"distance": worst})
 
 
-def rows_of(contexts: list[int], sample: Sample) -> tuple[Row, ...]:
+@torch.inference_mode()
+def block_products(part: Part, form: BlockFormat) -> None:
+    """Products of matrices in blocks beside float64's over what the blocks stand for; with a fixed
+    tile the same bits by any number of rows.
+    """
+    from model.devices.gpu.block_modules import GpuBlockLinear
+
+    dtype, place = torch.float32 if part.small else torch.bfloat16, torch.device(part.device)
+    for outputs, inputs in SMALL_PRODUCTS if part.small else PRODUCTS:
+        name = f"{form.name} products/{inputs} to {outputs}"
+        with part.guarded(name):
+            torch.manual_seed(0)
+            blocks = form.quantize(torch.randn(outputs, inputs) * inputs**-0.5)
+            weight_OI = dequantize(form, blocks, inputs).to(place).double()
+            x = torch.randn((SMALL_NUM_ROWS if part.small else NUM_ROWS)[-1], inputs)
+            x = x.to(place, dtype)
+            worst: dict[str, float] = {"as served": 0.0, "fixed tile": 0.0}
+            for kind in worst:
+                linear = Linear(inputs, outputs, dtype=dtype)
+                fixed = kind == "fixed tile"
+                layer = GpuBlockLinear(linear, form, dtype, fixed_tile=fixed)
+                layer.requires_grad_(False).allocate(place)
+                layer.bias = torch.nn.Parameter(torch.randn(outputs).to(place, dtype), False)
+                layer.set_blocks(0, blocks)
+                expected = x.double() @ weight_OI.T + layer.bias.double()
+                together = layer(x)
+                for count in SMALL_NUM_ROWS if part.small else NUM_ROWS:
+                    y, right = layer(x[-count:]), expected[-count:]
+                    assert not fixed or torch.equal(y, together[-count:]), (
+                        f"{count} rows differ from the same among {len(x)}"
+                    )
+                    distance = (y.double() - right).abs() / (1 + right.abs())
+                    worst[kind] = max(worst[kind], float(distance.max()))
+            part.note(name, worst)
+            assert max(worst.values()) <= 2 * NEAR[dtype], f"off by {worst}"
+
+
+@torch.inference_mode()
+def slabs(part: Part) -> None:
+    """Whether torch's products of one number of rows give a row the same bits in every place and in
+    any company: then padding to that number makes them batch-invariant.
+    """
+    dtype = torch.float32 if part.small else torch.bfloat16
+    for outputs, inputs in SMALL_PRODUCTS if part.small else (*PRODUCTS, HEAD):
+        weight = torch.randn(outputs, inputs).to(part.device, dtype) * inputs**-0.5
+        bias = torch.randn(outputs).to(part.device, dtype)
+        for num_rows in SLABS:
+            x = torch.randn(num_rows, inputs).to(part.device, dtype)
+            for kind in ("linear", "gelu"):
+                name = f"slabs/{inputs} to {outputs}/{num_rows} rows, {kind}"
+                with part.guarded(name):
+                    part.note(name, {"differ": num_differing(kind, x, weight, bias)})
+
+
+def num_differing(kind: str, x: Tensor, weight: Tensor, bias: Tensor) -> int:
+    """Of 20 permutations of the rows, and of 20 companies of the first one, those that change a
+    row's bits.
+    """
+
+    def product(x: Tensor) -> Tensor:
+        if kind == "gelu":
+            return torch._addmm_activation(bias, x, weight.T, use_gelu=True)
+        return torch.nn.functional.linear(x, weight, bias)
+
+    y, differ = product(x), 0
+    for _ in range(20):
+        order = torch.randperm(len(x), device=x.device)
+        differ += not torch.equal(product(x[order]), y[order])
+        others = torch.cat((x[:1], torch.randn_like(x[1:]) * 10))
+        differ += not torch.equal(product(others)[0], y[0])
+    return differ
+
+
+def rows_of(contexts: list[int], sample: Sample, layout: CacheLayout) -> tuple[Row, ...]:
     """A decode step of sequences with these contexts, each over pages of its own."""
-    most = pages_for(max(contexts), PAGE_SIZE)
-    pages = [
-        array("q", range(number * most, number * most + pages_for(context, PAGE_SIZE)))
-        for number, context in enumerate(contexts)
-    ]
+    longest = max(contexts)
     return tuple(
-        Row(i, [i % 50 + 3], context - 1, [pages[i]], sample) for i, context in enumerate(contexts)
+        Row(i, [i % 50 + 3], context - 1, pages_of(layout, context, i, longest), sample)
+        for i, context in enumerate(contexts)
     )
 
 
 def decode_plan(runner: ModelRunner, contexts: list[int], sample: Sample) -> StepPlan:
     """The plan of such a step, in columns as the scheduler makes it."""
-    rows = rows_of(contexts, sample)
+    rows = rows_of(contexts, sample, runner.pool.layout)
     return StepPlan(
         (), decode=DecodeTable.of(runner.pool.layout, rows, [PENDING] * len(rows)).advance()
     )
 
 
-def replays(part: Part, options: dict[str, Any]) -> dict[str, Any]:
+def replays(part: Part, options: dict[str, Any], model: Path = EMBEDDED) -> dict[str, Any]:
     """How far steps replayed from CUDA graphs are from the same steps launched kernel by kernel.
     Raises AssertionError for too far.
     """
     batches, longest = (SMALL_BATCHES, SMALL_LONGEST) if part.small else (BATCHES, LONGEST)
     most = max(*batches, NUM_SAMPLED)
-    pages = max(*batches, NUM_SAMPLED) * pages_for(longest, PAGE_SIZE)
-    core, ready = engine(
-        part, EMBEDDED, max_running=most, pages=pages, page_size=PAGE_SIZE, **options
-    )
+    spec = read_spec(model)
+    longest = min(longest, spec.max_positions)
+    layout = CacheLayout.of(spec.num_layers, spec.windows, PAGE_SIZE)
+    pages = most * layout.pages_per_block * pages_for(longest, PAGE_SIZE)
+    core, ready = engine(part, model, max_running=most, pages=pages, page_size=PAGE_SIZE, **options)
     runner: Any = core.runner
     fill(runner.pool)
     plain = ModelRunner(runner.decoder, runner.pool, runner.backend, runner.device)
@@ -212,7 +306,7 @@ def mixed_steps(runner: Any, plain: ModelRunner, longest: int) -> float:
     for counts in ((3, 1), (1, 1, 7), (20, 1, 1, 9)):
         if graphs is not None and sum(counts) > graphs.sizes[-1]:
             continue
-        rows = rows_of([longest] * len(counts), sample)
+        rows = rows_of([longest] * len(counts), sample, runner.pool.layout)
         rows = tuple(
             replace(row, tokens=[*range(3, 3 + n)], start=row.start // (i + 1) // 2)
             for i, (row, n) in enumerate(zip(rows, counts, strict=True))
@@ -250,12 +344,29 @@ def fill(pool: KVPool) -> None:
             x.normal_()
 
 
-def measure(part: Part) -> None:
-    attention(part)
+def check_replays(part: Part, name: str, options: dict[str, Any]) -> None:
+    """Notes what `replays` finds of the embedded model with these options."""
+    with part.guarded(f"replays/{name}"):
+        part.note(f"replays/{name}", replays(part, options))
+
+
+def checks(small: bool) -> list[Callable[[Part], object]]:
+    shapes = SMALL_SHAPES if small else (*SHAPES, *LATENT_SHAPES)
+    dtypes = (torch.float32,) if small else tuple(NEAR)
+    found: list[Callable[[Part], object]] = [
+        partial(check_replays, name=name, options=options)
+        for name, options in OPTIONS.items()
+        if not (small and options)
+    ]
+    for heads, key_dim, value_dim in shapes:
+        for dtype in dtypes:
+            found.append(
+                partial(attention, heads=heads, key_dim=key_dim, value_dim=value_dim, dtype=dtype)
+            )
     if find_spec("triton") is not None:
-        products(part)
-    for name, options in OPTIONS.items():
-        if part.small and options:
-            continue
-        with part.guarded(f"replays/{name}"):
-            part.note(f"replays/{name}", replays(part, options))
+        found += [products, *(partial(block_products, form=form) for form in FORMATS.values())]
+    return [*found, slabs]
+
+
+def measure(part: Part) -> None:
+    at_once(part, checks(part.small))

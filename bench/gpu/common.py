@@ -8,20 +8,25 @@ needed: the clients of the service's part do without.
 """
 
 import json
+import os
 import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.gpu.archive import Archive
 from bench.gpu.floor import Shape, Workload, nano_vllm
+from cache.layout import CacheLayout, pages_for
 from model.checkpoint.families import read_spec
 from tests.support.checks import Found
 from tests.support.paths import EMBEDDED, MODELS
@@ -272,6 +277,52 @@ def by_kernel(call: Callable[[], object], count: int) -> Found:
     }
 
 
+# --- many checks at once
+
+
+MOST_AT_ONCE = 12
+
+
+def at_once(part: Part, checks: Sequence[Callable[[Part], object]]) -> None:
+    """Runs checks and merges what they note. On a GPU several at once, each in a process, as most
+    of their time is the compiler's; never what is timed.
+    """
+    if part.device == "cpu":
+        for check in checks:
+            check(part)
+        return
+    settings = part.device, part.small, part.scratch, part.seconds
+    workers = max(1, min(MOST_AT_ONCE, (os.cpu_count() or 1) - 2))
+    context = get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        futures = [
+            pool.submit(_apart, check, number, *settings) for number, check in enumerate(checks)
+        ]
+        for future in as_completed(futures):
+            with part.guarded(f"process {futures.index(future)}"):
+                for name, value in _leaves(future.result()):
+                    part.note(name, value)
+
+
+def _apart(
+    check: Callable[[Part], object], number: int, device: str, small: bool, scratch: Path,
+    seconds: float,
+) -> Found:  # fmt: skip
+    part = Part(scratch / f"check-{number}.zip", "check", device, small, scratch, seconds)
+    check(part)
+    return part.found
+
+
+def _leaves(found: Found) -> Iterator[tuple[str, Any]]:
+    """What a check noted, by the names it used: a level of names holds dictionaries alone."""
+    for name, value in found.items():
+        if value and isinstance(value, dict) and all(isinstance(v, dict) for v in value.values()):
+            for rest, leaf in _leaves(value):
+                yield f"{name}/{rest}", leaf
+        else:
+            yield name, value
+
+
 # --- the checkpoint and an engine over it
 
 
@@ -327,6 +378,20 @@ def add_tokens(folder: Path, vocab_size: int) -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_tokens([f" token{id}" for id in range(tokenizer.get_vocab_size(), vocab_size)])
     tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def pages_of(
+    layout: CacheLayout, num_tokens: int, sequence: int = 0, longest: int = 0
+) -> "list[array[int]]":
+    """The pages of a sequence by group of layers, its own among sequences of at most `longest`
+    tokens.
+    """
+    count = pages_for(num_tokens, layout.page_size)
+    first, pages = sequence * layout.pages_per_block * pages_for(longest, layout.page_size), []
+    for group in layout.groups:
+        pages.append(array("q", range(first, first + count * group.num_stacks)))
+        first += max(count, pages_for(longest, layout.page_size)) * group.num_stacks
+    return pages
 
 
 def engine(part: Part, model: Path, **options: Any) -> "tuple[EngineCore, protocol.Ready]":

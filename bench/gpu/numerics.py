@@ -8,15 +8,15 @@ Shape letters: T tokens, V vocabulary.
 """
 
 import random
-from array import array
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from bench.gpu.attention import SMALL_HEADS, Problem, backend_name
-from bench.gpu.common import HEADS, Part, engine
-from cache.layout import CacheLayout, pages_for
+from bench.gpu.common import HEADS, Part, engine, pages_of
+from cache.layout import CacheLayout
 from cache.pool import KVPool
 from commands.bench.closed_loop import ClosedLoop
 from model.batch import build_batch
@@ -36,10 +36,12 @@ COMPANY = 16
 
 
 class Model:
-    """The embedded model over one backend."""
+    """A model over one backend."""
 
-    def __init__(self, dtype: torch.dtype, device: str, backend: str | None) -> None:
-        spec, place = read_spec(EMBEDDED), find_device(device)
+    def __init__(
+        self, dtype: torch.dtype, device: str, backend: str | None, folder: Path = EMBEDDED
+    ) -> None:
+        spec, place = read_spec(folder), find_device(device)
         self.upload, heads = place.upload, spec.num_query_heads
         # On a GPU with the products and norms that it serves by, but for the reference.
         products = (
@@ -47,11 +49,11 @@ class Model:
             if device == "cuda" and backend != "reference"
             else Products()
         )
-        self.decoder = load_decoder(EMBEDDED, spec, dtype, torch.device(device), products)
+        self.decoder = load_decoder(folder, spec, dtype, torch.device(device), products)
         layout = CacheLayout.of(spec.num_layers, spec.windows, PAGE_SIZE)
         self.pool = KVPool.allocate(
             layout,
-            POSITIONS // PAGE_SIZE,
+            POSITIONS // PAGE_SIZE * layout.pages_per_block,
             spec.key_dim,
             spec.value_dim,
             dtype,
@@ -64,7 +66,7 @@ class Model:
     @torch.inference_mode()
     def logits(self, ids: list[int], last: int | None = None) -> Tensor:
         """Of every token, or of the last so many."""
-        row = Row(0, ids, 0, [array("q", range(pages_for(len(ids), PAGE_SIZE)))], None)
+        row = Row(0, ids, 0, pages_of(self.pool.layout, len(ids)), None)
         batch = build_batch(StepPlan((row,)), self.pool.layout, self.upload)
         x_TD = self.decoder(
             batch.token_ids_T,

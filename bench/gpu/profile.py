@@ -1,7 +1,8 @@
 """Where a decode step's time goes: the device's seconds of a step, the host's of launching it, and
 the device's by kernel.
 
-A replayed CUDA graph holds everything up to the logits; a step adds drawing. It judges nothing.
+A replayed CUDA graph holds everything up to the draw; filters and penalties stand behind it. It
+judges nothing.
 """
 
 import statistics
@@ -14,13 +15,26 @@ import torch
 from bench.gpu.check import decode_plan
 from bench.gpu.common import Part, by_kernel, engine, timed
 from cache.layout import pages_for
+from model.sampling import begin_draw
 from model.step import Sample, Sampling, StepPlan
 from tests.support.checks import Found
 
 PAGE_SIZE = 64
 CASES = ((1, 1024), (8, 840), (32, 840), (64, 840), (128, 840), (256, 840), (256, 2048))
+SAMPLED_CASES = ((1, 1024), (64, 840), (256, 840))
 SMALL_CASES = ((1, 64), (3, 128))
 TEMPERATURES = (0.0, 0.6)
+HISTORY = 4096
+SAMPLES = {
+    "top_p 0.95": Sample(Sampling(top_p=0.95), [1], [2]),
+    "top_k 64, top_p 0.95": Sample(Sampling(top_k=64, top_p=0.95), [1], [2]),
+    "repetition 1.1": Sample(
+        Sampling(repetition_penalty=1.1), [i % 1000 for i in range(HISTORY)], [2]
+    ),
+}
+"""What asks for more than a draw. The last has a history of 4,096 tokens."""
+CONFINED, SMALL_CONFINED = ((1, 49_152), (64, 49_152), (1, 262_144), (64, 262_144)), ((2, 5_000),)
+"""Rows and tokens of logits that are drawn by top-k and top-p."""
 LAUNCHES, PROFILED = 20, 5
 
 
@@ -43,6 +57,18 @@ def figures(part: Part, runner: Any, plan: StepPlan) -> Found:
     return found | {"launch": statistics.median(launches)}
 
 
+@torch.inference_mode()
+def confined(part: Part, device: Any) -> None:
+    """Notes the seconds of a draw of nothing but logits: plain, and with each filter."""
+    for num_rows, num_tokens in SMALL_CONFINED if part.small else CONFINED:
+        logits_SV = torch.randn(num_rows, num_tokens, device=part.device, dtype=part.dtype) * 3
+        for kind, sample in {"plain": Sample(Sampling(), [1], [2]), **SAMPLES}.items():
+            name = f"draws/{num_rows}x{num_tokens}/{kind}"
+            with part.guarded(name):
+                samples = [sample] * num_rows
+                part.note(name, timed(partial(begin_draw, device, logits_SV, samples), part))
+
+
 def measure(part: Part) -> None:
     cases = SMALL_CASES if part.small else CASES
     pages = max(batch * pages_for(context, PAGE_SIZE) for batch, context in cases)
@@ -63,6 +89,14 @@ def measure(part: Part) -> None:
                     runner, [context] * batch, Sample(Sampling(temperature=temperature), [1], [2])
                 )
                 part.note(name, figures(part, runner, plan))
+    for batch, context in cases if part.small else SAMPLED_CASES:
+        for kind, sample in SAMPLES.items():
+            name = f"{batch}x{context}/{kind}"
+            with part.guarded(name):
+                part.note(
+                    name, figures(part, runner, decode_plan(runner, [context] * batch, sample))
+                )
+    confined(part, runner.device)
     for batch, context in cases:  # After all that is timed: a profiler slows the host down.
         for temperature in TEMPERATURES:
             name = f"{batch}x{context}/temperature {temperature:g}, by kernel"

@@ -12,6 +12,8 @@ imports    torch and Triton are imported, which takes a minute on a cold machine
 ceilings   bytes per second of a copy and of a read,
 operations per second of a matrix product; at both ends of a run
 check      kernels and CUDA graphs beside the reference, on ragged batches of every published shape
+draws      tokens drawn at published vocabularies, beside numpy and torch
+families   tiny decoders of every family, in chunks, by token, and replayed, beside the reference
 numerics   logits and greedy tokens beside the CPU's reference; whether they are batch-invariant
 profile    a decode step's seconds on the device by kernel, and on the host
 step       a step of a model of StarCoderBase-1B's shape, beside its floor; which requests' launches wait for the device
@@ -57,6 +59,8 @@ SHARES = {
     "imports": 0.25,
     "ceilings": 0.04,
     "check": 0.3,
+    "draws": 0.12,
+    "families": 0.2,
     "numerics": 0.1,
     "checkpoint": 0.2,
     "profile": 0.15,
@@ -70,9 +74,20 @@ SHARES = {
 """Share of the time of each part, in the order in which parts run; what one leaves over goes to
 those after it. What is wrong is found before anything is timed.
 """
-MEASURED = ("check", "numerics", "profile", "step", "serve", "attention", "sweep", "peers")
+MEASURED = (
+    "check",
+    "draws",
+    "families",
+    "numerics",
+    "profile",
+    "step",
+    "serve",
+    "attention",
+    "sweep",
+    "peers",
+)
 PRESETS = {
-    "right": ("check", "profile", "step"),
+    "right": ("check", "draws", "families", "profile", "step"),
     "fast": ("numerics", "serve", "attention", "sweep"),
     "all": MEASURED,
 }
@@ -81,7 +96,7 @@ PARTS = ("ceilings", *MEASURED)
 ON_CHECKPOINT = {"step", "serve", "peers", "profile"}
 CLOSING_SECONDS = 5.0
 """Kept back for the report."""
-INTERPRETED = {"attention", "check", "numerics", "sweep"}
+INTERPRETED = {"attention", "check", "draws", "families", "numerics", "sweep"}
 """Parts that call the kernels themselves, on a CPU under Triton's interpreter."""
 ARCHIVE = "gpu.zip"
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from bench.gpu.common import ROUNDS, Part, engine
 from cache.layout import pages_for
+from model.runner.runner import ModelRunner
 from model.step import Row, Sample, SampleError, Sampling, StepPlan, bitmap
 from tests.support.checks import Found
 
@@ -18,7 +19,7 @@ CASES = ((1, 2048), (32, 2048), (256, 2048), (1, 8192), (32, 8192), (256, 8192))
 MIXED, SMALL_MIXED = (64, 840, 128), (2, 64, 5)
 """Sequences, tokens of each, and tokens of a prompt beside all but one of them."""
 SMALL_CASES = ((1, 64), (3, 128))
-PAGE_SIZE = 64
+PAGE_SIZE, LONGEST = 64, 8192
 GREEDY = Sample(Sampling(temperature=0.0), [1], [])
 
 
@@ -111,11 +112,37 @@ def measure(part: Part) -> None:
     pages = max(batch * pages_for(context, PAGE_SIZE) for batch, context in cases)
     core, ready = engine(part, part.checkpoint, pages=pages, max_running=max(cases)[0])
     part.note("kernels", ready.kernels)
+    with part.guarded("captures"):
+        part.note("captures", captures(core.runner))
     for batch, context in cases:
         time_step(part, core.runner, batch, context, f"{batch}x{context}")
     time_mixed(part, core.runner)
     with part.guarded("waits"):
         part.note("waits", waits(part, core.runner, ready.vocab_size))
+
+
+def captures(runner: Any) -> Found:
+    """How many steps are captured, and what capturing them once more takes: seconds, and bytes of
+    the device by its driver's count.
+    """
+    import torch
+
+    if runner._graphs is None:
+        return {"number": 0}
+    again = ModelRunner(
+        runner.decoder, runner.pool, runner.backend, runner.device, runner.device.stream(),
+        runner._most_rows, len(runner._drawn_S),
+    )  # fmt: skip
+    torch.cuda.synchronize()
+    free, began = torch.cuda.mem_get_info()[0], time.perf_counter()
+    number = again.capture(LONGEST)
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    return {
+        "number": number,
+        "seconds": seconds,
+        "bytes": free - torch.cuda.mem_get_info()[0],
+    }
 
 
 def time_mixed(part: Part, runner: Any) -> None:

@@ -18,6 +18,7 @@ from bench.gpu import attention, check, embedded_model, profile, sweep
 from bench.gpu.archive import read
 from bench.gpu.attention import Problem
 from bench.gpu.common import Part, make_checkpoint
+from cache.layout import CacheLayout
 from model.checkpoint.families import read_spec
 from model.checkpoint.weights import load_decoder
 from model.runner.runner import ModelRunner
@@ -129,13 +130,15 @@ def test_a_check_finds_what_is_wrong(part: Part, monkeypatch: pytest.MonkeyPatch
     for wrong in (off, in_company):
         with monkeypatch.context() as patch:
             patch.setattr(Case, "run", wrong)
-            check.attention(part)
+            check.attention(part, 4, 32, None, torch.float32)
             assert "AssertionError" in part.found["attention"]["4x32 float32"]["failed"], wrong
 
     class Stale(ModelRunner):
         def run(self, plan: StepPlan) -> Any:
             sample: Any = plan.rows[0].sample
-            return super().run(StepPlan(tuple(check.rows_of([1] * len(plan.rows), sample))))
+            return super().run(
+                StepPlan(tuple(check.rows_of([1] * len(plan.rows), sample, self.pool.layout)))
+            )
 
     monkeypatch.setattr(check, "ModelRunner", Stale)
     with pytest.raises(AssertionError):
@@ -250,7 +253,8 @@ def test_every_package_of_the_corpus_is_named_once() -> None:
 
 
 def test_a_step_of_the_visit_is_a_decode_step() -> None:
-    rows = check.rows_of([1, 65, 200], Sample(Sampling(), [1], []))
+    layout = CacheLayout.of(1, (), check.PAGE_SIZE)
+    rows = check.rows_of([1, 65, 200], Sample(Sampling(), [1], []), layout)
     assert [len(row.pages[0]) for row in rows] == [1, 2, 4] and len(
         {page for row in rows for page in row.pages[0]}
     ) == 7

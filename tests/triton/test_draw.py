@@ -4,20 +4,15 @@ penalties and filters as torch's, and each row for itself.
 
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from model import sampling as torch_sampling
-from model.devices import find_device
 from model.devices.gpu.device import GpuDevice
-from model.draw_words import NUM_SETTINGS, pack_redraw, settings_SN
+from model.draw_words import NUM_SETTINGS, settings_SN
 from model.sampling import (
-    ALL_FINITE,
     NOT_FINITE,
     NOT_SAMPLED,
     NOTHING_ALLOWED,
@@ -25,85 +20,36 @@ from model.sampling import (
     begin_draw,
 )
 from model.step import Sample, SampledToken, SampleError, Sampling, bitmap
-from tests.support.draw_reference import BLOCK, is_clear, speeds, times, words
+from tests.support.draw_cases import (
+    CPU,
+    REDRAWN,
+    adjusted_samples,
+    check_adjusted,
+    check_filters,
+    check_plain,
+    draw,
+    plain_samples,
+    random_logits,
+    ties,
+)
+from tests.support.draw_reference import BLOCK, times, words
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 GPU = GpuDevice("cpu")
-CPU = find_device("cpu")
-SAMPLINGS = [
-    Sampling(temperature=0.0),
-    Sampling(),
-    Sampling(temperature=0.6),
-    Sampling(temperature=1.7, min_p=0.05),
-    Sampling(temperature=1.0, min_p=0.7),
-    Sampling(temperature=1e-4),
-    Sampling(temperature=1e30),
-]
-
-
-def random_logits(num_rows: int, num_tokens: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    generator = torch.Generator().manual_seed(num_rows * num_tokens)
-    return (torch.randn(num_rows, num_tokens, generator=generator) * 3).to(dtype)
-
-
-def plain_samples(num_rows: int) -> list[Sample]:
-    rng = random.Random(num_rows)
-    keys = [(rng.getrandbits(64), rng.randrange(4), rng.randrange(1000)) for _ in range(num_rows)]
-    samplings = [
-        replace(SAMPLINGS[i % len(SAMPLINGS)], seed=seed, choice=choice)
-        for i, (seed, choice, _) in enumerate(keys)
-    ]
-    return [
-        Sample(sampling, (), [0] * index)
-        for sampling, (_, _, index) in zip(samplings, keys, strict=True)
-    ]
-
-
-def draw(
-    logits_SV: Tensor, samples: Sequence[Sample], drawn_S: Tensor | None = None
-) -> list[SampledToken | SampleError]:
-    return begin_draw(GPU, logits_SV, samples, drawn_S=drawn_S).read()
-
-
-def check_plain(num_rows: int, num_tokens: int, dtype: torch.dtype) -> None:
-    from model.devices.gpu.drawing import KernelDraws
-
-    logits_SV, samples = random_logits(num_rows, num_tokens, dtype), plain_samples(num_rows)
-    drawn_S = torch.full((num_rows + 1,), -7)
-    draws = KernelDraws(num_rows + 1, num_tokens, CPU.torch_device)
-    draws.results_SR.fill_(-7)
-    draws.draw(logits_SV, torch.from_numpy(settings_SN(samples)), drawn_S)
-    results_SR = draws.results_SR[:num_rows]
-    tokens, numbers_SN = results_SR[:, 0].long(), results_SR[:, 1:4].view(torch.float32).double()
-    assert torch.equal(drawn_S[:-1], tokens) and drawn_S[-1] == -7 and not draws._counters_S.any()
-    assert (draws.results_SR[num_rows] == -7).all() and (results_SR[:, 4] == ALL_FINITE).all()
-    expected_SV = logits_SV.double().log_softmax(dim=-1)
-    assert (numbers_SN[:, 0] - expected_SV.gather(1, tokens[:, None])[:, 0]).abs().max() < 1e-5
-    assert (numbers_SN[:, 1] - logits_SV.double().logsumexp(dim=-1)).abs().max() < 1e-5
-    assert torch.equal(numbers_SN[:, 2], logits_SV.double().amax(dim=-1))
-    clear = 0
-    for logits_V, sample, token in zip(
-        logits_SV.double().numpy(), samples, tokens.tolist(), strict=True
-    ):
-        speed_V = speeds(logits_V, sample.sampling, sample.index)
-        if is_clear(speed_V):
-            assert token == speed_V.argmax()
-            clear += 1
-    assert clear > 0.9 * num_rows
 
 
 @pytest.mark.parametrize(
     ("num_rows", "num_tokens"), [(1, 1), (80, 7), (40, 301), (20, 2049), (14, 5001)]
 )
 def test_a_draw_is_the_race_of_its_definition(num_rows: int, num_tokens: int) -> None:
-    check_plain(num_rows, num_tokens, torch.bfloat16 if num_tokens == 301 else torch.float32)
+    check_plain(GPU, num_rows, num_tokens, torch.bfloat16 if num_tokens == 301 else torch.float32)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("num_rows", "num_tokens"), [(3000, 50), (1000, 2047), (500, 4099)])
 def test_thousands_of_draws_are_the_race_of_its_definition(num_rows: int, num_tokens: int) -> None:
-    check_plain(num_rows, num_tokens, torch.float32)
+    check_plain(GPU, num_rows, num_tokens, torch.float32)
 
 
 def test_noise_is_as_exact_where_it_decides_as_in_float64() -> None:
@@ -169,46 +115,9 @@ def test_seeds_choices_and_indices_draw_different_words() -> None:
     assert settings_SN([]).shape == (0, NUM_SETTINGS)
 
 
-REDRAWN = [
-    Sampling(top_p=0.9),
-    Sampling(top_p=0.5, temperature=1.5),
-    Sampling(top_p=0.02, temperature=2.0),
-    Sampling(top_k=1),
-    Sampling(top_k=7, temperature=3.0),
-    Sampling(top_k=9, top_p=0.6, temperature=2.0),
-    Sampling(top_k=40, top_p=0.95, min_p=0.1, temperature=0.8),
-    Sampling(top_k=10**9, top_p=0.7),
-    Sampling(top_p=1e-300, temperature=2.0),
-    Sampling(top_k=12, top_p=0.9, typical_p=0.8),
-]
-
-
-def ties(logits_SV: Tensor) -> Tensor:
-    """Rounded so that many are equal, 0 and -0 among them."""
-    return (logits_SV * 2).round() / 2
-
-
 @pytest.mark.parametrize("num_tokens", [60, 2050])
 def test_filters_keep_what_they_keep_by_sorting(num_tokens: int) -> None:
-    """What wins among the tokens that `_keep_likeliest` and `_keep_typical` leave."""
-    num_rows = 4 * len(REDRAWN) if num_tokens < 100 else len(REDRAWN)
-    samplings = [replace(REDRAWN[i % len(REDRAWN)], seed=i, choice=i % 2) for i in range(num_rows)]
-    samples = [Sample(sampling, (), [0] * i) for i, sampling in enumerate(samplings)]
-    logits_SV = random_logits(num_rows, num_tokens)
-    logits_SV[::3] = ties(logits_SV[::3])
-    kept_SV = (torch_sampling._filtered(CPU, logits_SV, samples) > 0).numpy()
-    assert 0 < kept_SV.sum() < kept_SV.size
-    num_rejected = clear = 0
-    for i, drawn in enumerate(draw(logits_SV, samples)):
-        logits_V = logits_SV[i].double().numpy()
-        speed_V = speeds(logits_V, samplings[i], i, kept_SV[i])
-        assert isinstance(drawn, SampledToken) and kept_SV[i, drawn.token]
-        num_rejected += speeds(logits_V, samplings[i], i).argmax() != drawn.token
-        assert abs(drawn.logprob - logits_SV[i].double().log_softmax(dim=-1)[drawn.token]) < 1e-5
-        if is_clear(speed_V):
-            assert drawn.token == speed_V.argmax(), samplings[i]
-            clear += 1
-    assert num_rejected > num_rows // 5 and clear > 0.8 * num_rows
+    check_filters(GPU, (4 if num_tokens < 100 else 1) * len(REDRAWN), num_tokens)
 
 
 @pytest.mark.parametrize("number", range(5))
@@ -250,78 +159,9 @@ def test_top_k_and_top_p_keep_exactly_the_set_of_a_stable_sort(number: int) -> N
     assert kept_V[draws.results_SR[:, 0].long()].all()
 
 
-def adjusted_samples(num_tokens: int) -> list[Sample]:
-    rng = random.Random(num_tokens)
-    history = [rng.randrange(num_tokens) for _ in range(300)]
-    allowed = bitmap(rng.sample(range(num_tokens), num_tokens // 2))
-    mask = bitmap(rng.sample(range(num_tokens - 9), num_tokens // 3))
-    everything = Sampling(
-        0.0,
-        0,
-        1.0,
-        0.0,
-        1.0,
-        1.3,
-        0.4,
-        -0.2,
-        {3: 2.5, 9: -1.0},
-        allowed,
-        [[4], [*history[-2:], 6], [1, 2, 3]],
-    )
-    greedy = Sampling(temperature=0.0)
-    return [
-        Sample(replace(greedy, repetition_penalty=1.7), history, history[:150] + [5] * 40),
-        Sample(
-            replace(greedy, frequency_penalty=0.3, presence_penalty=0.7), history, history[100:170]
-        ),
-        Sample(replace(greedy, presence_penalty=0.7), history, []),
-        Sample(
-            replace(
-                greedy,
-                logit_bias={i: float(i) for i in range(0, num_tokens, num_tokens // 200 + 1)},
-            ),
-            (),
-            (),
-        ),
-        Sample(greedy, (), (), forbidden=[0, num_tokens - 1, 0]),
-        Sample(greedy, (), (), mask=mask),
-        Sample(everything, history, history, [7, 3], 0, mask),
-        Sample(
-            replace(everything, temperature=0.9, top_p=0.9, seed=5),
-            history,
-            history,
-            [7, 3],
-            0,
-            mask,
-        ),
-        Sample(
-            replace(everything, temperature=0.9, top_k=5, typical_p=0.9, seed=6),
-            history,
-            history,
-            [7, 3],
-            0,
-            mask,
-        ),
-    ]
-
-
 @pytest.mark.parametrize("num_tokens", [70, 4100])
 def test_penalties_bias_and_masks_are_torchs_bit_for_bit(num_tokens: int) -> None:
-    from model.devices.gpu.drawing import KernelDraws
-
-    samples = adjusted_samples(num_tokens)
-    logits_SV = random_logits(len(samples), num_tokens, torch.bfloat16)
-    expected_SV = torch_sampling._adjust(CPU, logits_SV.float(), samples)
-    draws = KernelDraws(len(samples), num_tokens, CPU.torch_device)
-    order = list(reversed(range(len(samples))))
-    packed = pack_redraw(order, [samples[i] for i in order], num_tokens)
-    assert torch.equal(
-        draws.adjusted(logits_SV, torch.from_numpy(packed.words), len(order)), expected_SV[order]
-    )
-    for i, drawn in enumerate(draw(logits_SV, samples)):
-        assert isinstance(drawn, SampledToken) and expected_SV[i, drawn.token] > -torch.inf
-        assert samples[i].sampling.temperature or drawn.token == expected_SV[i].argmax()
-        assert abs(drawn.logprob - logits_SV[i].double().log_softmax(dim=-1)[drawn.token]) < 1e-5
+    check_adjusted(GPU, num_tokens)
 
 
 @pytest.mark.parametrize("num_tokens", [70, 2100])
@@ -363,7 +203,7 @@ def test_a_row_that_is_not_finite_fails_as_on_a_cpu_and_disturbs_no_other(broken
     spoilt[: len(samples)] = broken
     spoilt[1, :7] = 1.0
     drawn_S = torch.full((2 * len(samples),), -1)
-    expected, found = draw(clean, samples * 2), draw(spoilt, samples * 2, drawn_S)
+    expected, found = draw(GPU, clean, samples * 2), draw(GPU, spoilt, samples * 2, drawn_S)
     assert found[len(samples) :] == expected[len(samples) :]
     on_cpu = begin_draw(CPU, spoilt, samples * 2).read()
     assert [one if isinstance(one, SampleError) else None for one in found] == [
@@ -394,9 +234,9 @@ def test_states_that_are_not_finite_are_told_of_their_own_row() -> None:
 def test_a_row_whose_sampling_raises_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
     samples = [Sample(Sampling(top_p=0.9, seed=seed), (), ()) for seed in range(4)]
     logits_SV = random_logits(4, 40)
-    expected = draw(logits_SV, samples)
+    expected = draw(GPU, logits_SV, samples)
     samples[2] = Sample(Sampling(top_p=0.9, logit_bias={2**40: 1.0}), (), ())
-    found = draw(logits_SV, samples)
+    found = draw(GPU, logits_SV, samples)
     assert found[2] == NOT_SAMPLED and found[:2] + found[3:] == expected[:2] + expected[3:]
     assert "could not be drawn" in caplog.text
 
@@ -410,7 +250,7 @@ def test_the_likeliest_tokens_are_reported_as_on_a_cpu() -> None:
     ]
     logits_SV = random_logits(4, 90, torch.bfloat16)
     for drawn, expected in zip(
-        draw(logits_SV, samples), begin_draw(CPU, logits_SV, samples).read(), strict=True
+        draw(GPU, logits_SV, samples), begin_draw(CPU, logits_SV, samples).read(), strict=True
     ):
         assert isinstance(drawn, SampledToken) and isinstance(expected, SampledToken)
         assert drawn.token == expected.token and [id for id, _ in drawn.top] == [
