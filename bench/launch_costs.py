@@ -29,6 +29,7 @@ from commands.bench.figures import circumstances
 from model.checkpoint.families import read_spec
 from model.devices import create_backend
 from model.devices.cpu.device import CpuDevice
+from model.draw_words import pack_redraw
 from model.runner.pending_step import PendingStep
 from model.runner.runner import ModelRunner
 from model.sampling import ALL_FINITE
@@ -78,6 +79,12 @@ class NoDraws:
 
     def draw(self, *_: Any) -> None: ...
 
+    def redraw(
+        self, logits_SV: Any, settings: Any, drawn: Any, rows: Any, samples: Any, *_: Any
+    ) -> None:
+        """Packs what kernels would read."""
+        pack_redraw(rows, samples, VOCAB_SIZE)
+
 
 class NoDevice(CpuDevice):
     """A device that has kernels for draws, as a GPU has."""
@@ -112,6 +119,10 @@ class NoMasks:
     def collect(self, patience: float) -> None: ...
 
 
+GREEDY = Sampling(temperature=0.0)
+PENALISED = Sampling(temperature=0.0, repetition_penalty=1.1)
+
+
 def make_worker(num_sequences: int, num_tokens: int, most_captured: int = 0) -> Worker:
     """With room for so many sequences of so many tokens. At least so many tokens of a step can be
     captured.
@@ -144,7 +155,9 @@ def make_worker(num_sequences: int, num_tokens: int, most_captured: int = 0) -> 
     return Worker(cast(Any, Done()), EngineCore(scheduler, runner), cast(MaskProcesses, NoMasks()))
 
 
-def measure(num_sequences: int, context: int, steps: int, num_prompt: int = 0) -> dict[str, Any]:
+def measure(
+    num_sequences: int, context: int, steps: int, num_prompt: int = 0, sampling: Sampling = GREEDY
+) -> dict[str, Any]:
     """Medians of so many steps in microseconds: of each part, and of all that the host does between
     two launches. With `num_prompt` tokens of a prompt in each, or of two prompts.
     """
@@ -156,7 +169,7 @@ def measure(num_sequences: int, context: int, steps: int, num_prompt: int = 0) -
     for id in range(num_sequences):
         # Page borders at different steps for different sequences, and no prefix in common.
         prompt = [id + 2, *([1] * (context + id % PAGE_SIZE - PAGE_SIZE // 2))]
-        scheduler.submit(id, prompt, 2 * (steps + warm_up), Sampling(temperature=0.0))
+        scheduler.submit(id, prompt, 2 * (steps + warm_up), sampling)
     while any(
         sequence.num_uncomputed > 1
         for sequence in (*scheduler.running.values(), *scheduler.waiting.values())
@@ -165,7 +178,7 @@ def measure(num_sequences: int, context: int, steps: int, num_prompt: int = 0) -
     if mixed:
         for number in range(warm_up + steps + 2):
             prompt = [number % VOCAB_SIZE, number // VOCAB_SIZE, *([0] * (num_prompt - 2))]
-            scheduler.submit(num_sequences + number, prompt, 1, Sampling(temperature=0.0))
+            scheduler.submit(num_sequences + number, prompt, 1, GREEDY)
     gc.freeze()  # As the engine does before it serves.
     for owner, part in zip((scheduler, runner, PendingStep, scheduler, worker), PARTS, strict=True):
         watch(owner, part, seconds[part])
@@ -183,7 +196,7 @@ def measure(num_sequences: int, context: int, steps: int, num_prompt: int = 0) -
             f"{num_sequences}"
         )
     parts = {part.lstrip("_"): statistics.median(seconds[part][warm_up:]) * 1e6 for part in PARTS}
-    kind = f"mixed, {num_prompt}" if mixed else "single tokens"
+    kind = f"mixed, {num_prompt}" if mixed else f"single{', penalised' * sampling.penalises}"
     return (
         {"sequences": num_sequences, "step of": kind, "context": context}
         | parts
@@ -209,9 +222,12 @@ def main() -> int:
     read = PendingStep.result
     rows = []
     cases = [(number, 0) for number in map(int, options.sequences.split(","))]
-    for num_sequences, num_prompt in [*cases, SHORT, (cases[-1][0], STEP_TOKENS - cases[-1][0])]:
-        rows.append(measure(num_sequences, options.context, options.steps, num_prompt))
-        PendingStep.result = read  # type: ignore[method-assign]
+    cases += [SHORT, (cases[-1][0], STEP_TOKENS - cases[-1][0])]
+    for num_sequences, num_prompt in cases:
+        for sampling in (GREEDY,) if num_prompt else (GREEDY, PENALISED):
+            costs = measure(num_sequences, options.context, options.steps, num_prompt, sampling)
+            rows.append(costs)
+            PendingStep.result = read  # type: ignore[method-assign]
     show(rows[0], (row.values() for row in rows), "microseconds of a step")
     if options.output is not None:
         options.output.mkdir(parents=True, exist_ok=True)

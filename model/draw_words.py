@@ -5,6 +5,7 @@ the kernels that read these words.
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import islice
 from math import inf, log
 from struct import pack
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from model.step import Sample
+from model.step import Sample, Sampling
 
 Words = NDArray[np.int32]
 
@@ -24,9 +25,10 @@ NUM_SETTINGS = 6
 """Of a row: 1 / temperature (0: greedy) and log(min_p) as float32, both halves of the seed, choice,
 output index."""
 NUM_CHANGES = 12
-"""Of an adjusted row: its index in the logits; where its prompt, output and their end lie among the
-words; where its entries (pairs of id and number) begin, how many there are; where its mask lies
-(-1: none), nothing; repetition, frequency, presence penalty as float32, nothing.
+"""Of an adjusted row: its index in the logits; where its history (pairs of id and count, see
+History) begins among the words and ends, nothing; where its entries (pairs of id and number)
+begin, how many there are; where its mask lies (-1: none), nothing; repetition, frequency, presence
+penalty as float32, nothing.
 """
 NUM_LIMITS = 4
 """Of a filtered row: its index in the results, its index in the logits that are filtered, top-k (0:
@@ -35,6 +37,9 @@ ALIGNMENT = 4
 """Lists of numbers on a device begin at multiples of it, 16 bytes: for other addresses Triton
 compiles another kernel."""
 NO_MASK = -1
+IN_PROMPT = 1 << 30
+"""Added to the number of times that a token occurs in the output, if it occurs in the prompt."""
+LEAST_ROOM = 64
 
 
 @lru_cache(maxsize=8192)
@@ -90,6 +95,46 @@ def banned(sample: Sample) -> list[int]:
     ]
 
 
+class History:
+    """How often each id occurs in a prompt and in an output that grows at its end.
+
+    What is kept from step to step grows by the new tokens alone: a server penalises all tokens of
+    long prompts at every step.
+    """
+
+    def __init__(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        ids = np.unique(np.asarray(prompt, np.int32))
+        self._output = output
+        self._num_counted = 0
+        self._lines = {id: line for line, id in enumerate(ids.tolist())}
+        self._pairs = np.zeros((len(ids) + LEAST_ROOM, 2), np.int32)
+        self._pairs[: len(ids), 0], self._pairs[: len(ids), 1] = ids, IN_PROMPT
+
+    def pairs(self) -> NDArray[np.int32]:
+        """Each id with its number of times in the output, plus IN_PROMPT. [N, 2]"""
+        lines = self._lines
+        for token in islice(self._output, self._num_counted, None):
+            line = lines.setdefault(token, len(lines))
+            if line == len(self._pairs):
+                self._pairs = np.concatenate([self._pairs, np.zeros_like(self._pairs)])
+            self._pairs[line, 0] = token
+            self._pairs[line, 1] += 1
+        self._num_counted = len(self._output)
+        return self._pairs[: len(lines)]
+
+
+def history_for(sampling: Sampling, prompt: Sequence[int], output: Sequence[int]) -> History | None:
+    """What its penalties read, if it has any: of the prompt only if one reads that."""
+    if not sampling.penalises:
+        return None
+    return History(prompt if sampling.repetition_penalty != 1.0 else (), output)
+
+
+def history_of(sample: Sample) -> History | None:
+    """What its penalties read."""
+    return sample.history or history_for(sample.sampling, sample.prompt, sample.output)
+
+
 def _stands_before(output: Sequence[int], word: Sequence[int]) -> bool:
     """Whether `output` ends with all of `word` but its last token."""
     length = len(word) - 1
@@ -107,7 +152,9 @@ class Redraw(NamedTuple):
     limits: slice
     """Where in it the limits of the filtered rows lie."""
     shares: slice
-    """Where their 1 / temperature and top-p lie, as float64."""
+    """Where their top-p lies, as float64."""
+    top_k: int
+    """The largest top-k of theirs that excludes tokens; 0 where none does."""
     is_copied: bool
     """Whether the rows draw from a copy of their logits, which is adjusted."""
     typical: Sequence[int]
@@ -117,17 +164,17 @@ class Redraw(NamedTuple):
 def pack_redraw(rows: Sequence[int], samples: Sequence[Sample], num_tokens: int) -> Redraw:
     """Packs these rows of a step, whose samples are given. `num_tokens`: of the vocabulary."""
     words = _Sections(NUM_CHANGES * len(rows))
-    changes = words.first.reshape(len(rows), NUM_CHANGES)
-    changes[:, 0], changes[:, 6] = rows, NO_MASK
     masks: dict[tuple[int, int], int] = {}
-    for change, sample in zip(changes, samples, strict=True):
-        if is_adjusted(sample):
-            _pack_adjustments(words, change, sample)
-            found = [mask for mask in (sample.sampling.allowed_tokens, sample.mask) if mask]
-            if found:
-                key = id(sample.sampling.allowed_tokens), id(sample.mask)
-                masks[key] = masks.get(key) or words.add(_mask_words(found, num_tokens))
-                change[6] = masks[key]
+    changes = words.first.reshape(len(rows), NUM_CHANGES)
+    changes[:, 0] = rows
+    changes[:, 1:7] = [_changes(words, sample, num_tokens, masks) for sample in samples]
+    changes[:, 8:11] = np.array(
+        [
+            (s.repetition_penalty, s.frequency_penalty, s.presence_penalty)
+            for s in (sample.sampling for sample in samples)
+        ],
+        np.float32,
+    ).view(np.int32)
     typical = [i for i, sample in enumerate(samples) if is_typical(sample)]
     is_copied = bool(typical) or any(map(is_adjusted, samples))
     filtered = [
@@ -138,11 +185,12 @@ def pack_redraw(rows: Sequence[int], samples: Sequence[Sample], num_tokens: int)
     limits[:, 0] = changes[filtered, 0]
     limits[:, 1] = filtered if is_copied else limits[:, 0]
     limits[:, 2] = [min(s.top_k, num_tokens) for s in settings]
-    shares = np.array([(1.0 / s.temperature, s.top_p) for s in settings], np.float64).view(np.int32)
+    shares = np.array([s.top_p for s in settings], np.float64).view(np.int32)
     limits_at, shares_at = (
         slice(words.add(section.ravel()), words.size) for section in (limits, shares)
     )
-    return Redraw(np.concatenate(words.sections), limits_at, shares_at, is_copied, typical)
+    top_k = max((k for k in limits[:, 2].tolist() if k < num_tokens), default=0)
+    return Redraw(np.concatenate(words.sections), limits_at, shares_at, top_k, is_copied, typical)
 
 
 class _Sections:
@@ -155,29 +203,37 @@ class _Sections:
     def add(self, words: Words) -> int:
         """Where the section begins."""
         begin, padding = self.size, -len(words) % ALIGNMENT
-        self.sections += [words, np.zeros(padding, np.int32)]
+        self.sections.append(words)
+        if padding:
+            self.sections.append(_PADDING[:padding])
         self.size += len(words) + padding
         return begin
 
 
-def _pack_adjustments(words: _Sections, change: Words, sample: Sample) -> None:
-    """All but the mask."""
-    s = sample.sampling
-    change[8:11].view(np.float32)[:] = s.repetition_penalty, s.frequency_penalty, s.presence_penalty
-    if s.repetition_penalty != 1.0 or s.frequency_penalty or s.presence_penalty:
-        prompt, output = (
-            np.asarray(ids, np.int32)
-            for ids in (sample.prompt if s.repetition_penalty != 1.0 else (), sample.output)
-        )
-        change[1] = words.add(np.concatenate([prompt, output]))
-        change[2] = change[1] + len(prompt)
-        change[3] = change[2] + len(output)
-    entries = {**s.logit_bias, **dict.fromkeys(banned(sample), -inf)}
+_PADDING = np.zeros(ALIGNMENT, np.int32)
+
+
+def _changes(
+    words: _Sections, sample: Sample, num_tokens: int, masks: dict[tuple[int, int], int]
+) -> tuple[int, ...]:
+    """Where a row's history begins and ends, nothing, where its entries begin, how many there are,
+    and where its mask lies. Rows with the same masks share one.
+    """
+    sampling, begin, end, entries_at, mask_at = sample.sampling, 0, 0, 0, NO_MASK
+    if history := history_of(sample):
+        history_N = history.pairs().ravel()
+        begin = words.add(history_N)
+        end = begin + len(history_N)
+    entries = {**sampling.logit_bias, **dict.fromkeys(banned(sample), -inf)}
     if entries:
         pairs = np.empty((len(entries), 2), np.int32)
         pairs[:, 0] = list(entries)
         pairs[:, 1] = np.array(list(entries.values()), np.float32).view(np.int32)
-        change[4], change[5] = words.add(pairs.ravel()), len(entries)
+        entries_at = words.add(pairs.ravel())
+    if found := [mask for mask in (sampling.allowed_tokens, sample.mask) if mask]:
+        key = id(sampling.allowed_tokens), id(sample.mask)
+        mask_at = masks[key] = masks.get(key) or words.add(_mask_words(found, num_tokens))
+    return begin, end, 0, entries_at, len(entries), mask_at
 
 
 def _mask_words(masks: Sequence[bytes], num_tokens: int) -> Words:

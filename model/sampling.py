@@ -21,7 +21,16 @@ from torch import Tensor
 
 from model.decode import DecodeStep
 from model.devices.device import Device, Key, RowDraws
-from model.draw_words import GREEDY_BELOW, banned, is_adjusted, is_filtered, needs_more, settings_SN
+from model.draw_words import (
+    GREEDY_BELOW,
+    IN_PROMPT,
+    banned,
+    history_of,
+    is_adjusted,
+    is_filtered,
+    needs_more,
+    settings_SN,
+)
 from model.step import Sample, SampledToken, SampleError
 
 log = logging.getLogger("onehead.engine")
@@ -355,19 +364,14 @@ def _adjust(device: Device, logits_SV: Tensor, samples: Sequence[Sample]) -> Ten
 
 def _adjust_row(device: Device, logits_V: Tensor, sample: Sample) -> None:
     s = sample.sampling
-    if s.repetition_penalty != 1.0:
-        seen = device.upload([*sample.prompt, *sample.output])
-        values = logits_V[seen]
-        logits_V[seen] = torch.where(
-            values > 0, values / s.repetition_penalty, values * s.repetition_penalty
-        )
-    if sample.output and (s.frequency_penalty or s.presence_penalty):
-        ids = device.upload(sample.output)
-        # Instead of torch.bincount, which waits for a GPU.
-        counts_V = torch.zeros_like(logits_V, dtype=torch.long).scatter_add_(
-            0, ids, torch.ones_like(ids)
-        )
-        logits_V -= s.frequency_penalty * counts_V + s.presence_penalty * (counts_V > 0)
+    if history := history_of(sample):
+        pairs_N2 = device.upload(torch.from_numpy(history.pairs()), torch.long)
+        ids_N, counts_N = pairs_N2.T
+        counts_N = counts_N & (IN_PROMPT - 1)
+        x_N = logits_V[ids_N]
+        x_N = torch.where(x_N > 0, x_N / s.repetition_penalty, x_N * s.repetition_penalty)
+        x_N -= s.frequency_penalty * counts_N + s.presence_penalty * (counts_N > 0)
+        logits_V[ids_N] = x_N
     if s.logit_bias:
         ids = device.upload(list(s.logit_bias))
         logits_V[ids] += device.upload(list(s.logit_bias.values()))

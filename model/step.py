@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 if TYPE_CHECKING:
     from model.decode import DecodeStep
+    from model.draw_words import History
 
 PENDING = -1
 """Placeholder for the last token of a row: the one that its sequence samples in the previous step,
@@ -83,6 +84,15 @@ class Sampling:
         return self.reads_output or bool(self.logit_bias) or bool(self.allowed_tokens)
 
     @cached_property
+    def penalises(self) -> bool:
+        """Whether tokens that occurred before are less likely, or likelier."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+        )
+
+    @cached_property
     def filters(self) -> bool:
         """Whether top-k, top-p or typical-p apply: these depend on all probabilities, min-p only on
         a token's own and the largest.
@@ -92,12 +102,7 @@ class Sampling:
     @cached_property
     def reads_output(self) -> bool:
         """Whether a draw depends on the output so far other than through the model's logits."""
-        penalised = (
-            self.repetition_penalty != 1.0
-            or self.frequency_penalty != 0.0
-            or self.presence_penalty != 0.0
-        )
-        return penalised or bool(self.bad_words)
+        return self.penalises or bool(self.bad_words)
 
 
 class Sample(Struct, frozen=True, gc=False):
@@ -115,6 +120,8 @@ class Sample(Struct, frozen=True, gc=False):
     all."""
     num_unseen: int = 0
     """Tokens after `output` that steps in flight sample."""
+    history: "History | None" = None
+    """Of the prompt and `output`, where penalties ask for it and it is kept from step to step."""
 
     @property
     def index(self) -> int:
@@ -161,7 +168,10 @@ class Row(Struct, frozen=True, gc=False):
         drafts, output = self.tokens[len(self.tokens) - self.drafts :], self.sample.output
         return [
             self.sample,
-            *(replace(self.sample, output=[*output, *drafts[: i + 1]]) for i in range(self.drafts)),
+            *(
+                replace(self.sample, output=[*output, *drafts[: i + 1]], history=None)
+                for i in range(self.drafts)
+            ),
         ]
 
     def settle(

@@ -27,8 +27,8 @@ FAMILIES = (
     ("gemma3_text", 1),
     ("llama", 2),
     ("mistral", 1),
-    ("deepseek_v2", 4),
-    ("minicpm3", 2),
+    ("deepseek_v2", 1),
+    ("minicpm3", 3),
 )
 SMALL_FAMILIES = (("gemma3_text", 1),)
 CHUNKS = (40, 1, 1, 5, 23)

@@ -11,10 +11,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
-from bench.gpu.check import decode_plan
+from bench.gpu.check import decode_plan, rows_of
 from bench.gpu.common import Part, by_kernel, engine, timed
 from cache.layout import pages_for
+from model.draw_words import History
 from model.sampling import begin_draw
 from model.step import Sample, Sampling, StepPlan
 from tests.support.checks import Found
@@ -29,12 +31,15 @@ SAMPLES = {
     "top_p 0.95": Sample(Sampling(top_p=0.95), [1], [2]),
     "top_k 64, top_p 0.95": Sample(Sampling(top_k=64, top_p=0.95), [1], [2]),
     "repetition 1.1": Sample(
-        Sampling(repetition_penalty=1.1), [i % 1000 for i in range(HISTORY)], [2]
+        Sampling(repetition_penalty=1.1), (), [2], history=History(range(HISTORY), [2])
     ),
 }
-"""What asks for more than a draw. The last has a history of 4,096 tokens."""
+"""What asks for more than a draw. The last has a history of 4,096 different tokens."""
 CONFINED, SMALL_CONFINED = ((1, 49_152), (64, 49_152), (1, 262_144), (64, 262_144)), ((2, 5_000),)
 """Rows and tokens of logits that are drawn by top-k and top-p."""
+PROMPTS, SMALL_PROMPTS = (4, 1024), (2, 16)
+"""Prompts of a step, and tokens of each."""
+SAMPLE = Sample(Sampling(), [1], [2])
 LAUNCHES, PROFILED = 20, 5
 
 
@@ -57,12 +62,18 @@ def figures(part: Part, runner: Any, plan: StepPlan) -> Found:
     return found | {"launch": statistics.median(launches)}
 
 
+def prompts_plan(runner: Any, count: int, num_tokens: int) -> StepPlan:
+    """A step of so many whole prompts."""
+    rows = rows_of([num_tokens] * count, SAMPLE, runner.pool.layout)
+    return StepPlan(tuple(replace(row, tokens=[3] * num_tokens, start=0) for row in rows))
+
+
 @torch.inference_mode()
 def confined(part: Part, device: Any) -> None:
     """Notes the seconds of a draw of nothing but logits: plain, and with each filter."""
     for num_rows, num_tokens in SMALL_CONFINED if part.small else CONFINED:
         logits_SV = torch.randn(num_rows, num_tokens, device=part.device, dtype=part.dtype) * 3
-        for kind, sample in {"plain": Sample(Sampling(), [1], [2]), **SAMPLES}.items():
+        for kind, sample in {"plain": SAMPLE, **SAMPLES}.items():
             name = f"draws/{num_rows}x{num_tokens}/{kind}"
             with part.guarded(name):
                 samples = [sample] * num_rows
@@ -97,6 +108,10 @@ def measure(part: Part) -> None:
                     name, figures(part, runner, decode_plan(runner, [context] * batch, sample))
                 )
     confined(part, runner.device)
+    with part.guarded("prompts"):
+        plan = prompts_plan(runner, *(SMALL_PROMPTS if part.small else PROMPTS))
+        part.note("prompts/step", timed(lambda: runner.launch(plan), part))
+        part.note("prompts/by kernel", by_kernel(partial(runner.run, plan), PROFILED))
     for batch, context in cases:  # After all that is timed: a profiler slows the host down.
         for temperature in TEMPERATURES:
             name = f"{batch}x{context}/temperature {temperature:g}, by kernel"

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from cache.prefix import Block, Chain, Link
 from cache.table import PageTable
+from model.draw_words import History, history_for
 from model.step import PENDING, Row, Sample, SampledToken, SampleError, Sampling, Scoring
 from server.engine.account import Account
 from server.engine.drafts import Drafter
@@ -132,6 +133,7 @@ class Sequence:
     _is_guided: bool = field(init=False)
     """Whether sampling depends on earlier tokens beyond the model: a constraint, penalties or bad
     words."""
+    _history: History | None = field(init=False)
     _sample: Sample | None = field(init=False, default=None)
     """The last Sample, reused while only the length of the output changes."""
 
@@ -142,6 +144,7 @@ class Sequence:
         self.forbidden = tuple(sorted(self.stop_token_ids))
         self.num_scored = 1 if self.score_prompt else len(self.prompt)
         self._is_guided = self.constraint is not None or self.sampling.reads_output
+        self._history = history_for(self.sampling, self.prompt, self.output)
         self.num_tokens = len(self.prompt) + len(self.output)
         self.most_tokens = len(self.prompt) + self.max_new_tokens
 
@@ -265,6 +268,7 @@ class Sequence:
                     self.num_top,
                     mask,
                     self.num_unseen,
+                    None if self.forced else self._history,
                 )
             elif sample.num_unseen != self.num_unseen:
                 sample = self._sample = replace(sample, num_unseen=self.num_unseen)

@@ -5,9 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from model.draw_words import (
     ALIGNMENT,
+    IN_PROMPT,
+    History,
     banned,
     is_adjusted,
     is_filtered,
@@ -84,13 +88,12 @@ def test_every_row_names_what_is_its_own() -> None:
     packed = pack_redraw([9, 4, 0, 2], samples, VOCABULARY)
     words, changes = packed.words, packed.words[:48].reshape(4, 12)
     assert changes[:, 0].tolist() == [9, 4, 0, 2] and packed.is_copied and not packed.typical
-    assert [words[a:c].tolist() for _, a, _, c, *_ in changes.tolist()] == [
-        [1, 2, 3, 4, 5],
+    assert [words[begin:end].tolist() for _, begin, end, *_ in changes.tolist()] == [
+        [1, IN_PROMPT, 2, IN_PROMPT, 3, IN_PROMPT, 4, 1, 5, 1],
         [],
-        [6, 6],
+        [6, 2],
         [],
     ]
-    assert [output - begin for _, begin, output, *_ in changes.tolist()] == [3, 0, 0, 0]
     begin, count = changes[0, 4:6]
     pairs = words[begin : begin + 2 * count].reshape(-1, 2)
     assert dict(
@@ -104,12 +107,12 @@ def test_every_row_names_what_is_its_own() -> None:
     assert masks == [[33], [2]]
     assert changes[:, 8:11].copy().view(np.float32).tolist() == [
         [1.5, 0.25, 0.0],
-        [0.0] * 3,
+        [1.0, 0.0, 0.0],
         [1.0, 0.0, 0.5],
         [1.0, 0.0, 0.0],
     ]
     assert words[packed.limits].reshape(-1, 4).tolist() == [[9, 0, 5, 0], [4, 1, 0, 0]]
-    assert words[packed.shares].view(np.float64).tolist() == [1.25, 0.9, 1.0, 0.5]
+    assert words[packed.shares].view(np.float64).tolist() == [0.9, 0.5] and packed.top_k == 5
     assert all(
         at % ALIGNMENT == 0
         for at in (
@@ -151,3 +154,18 @@ def test_a_mask_is_shared_by_the_rows_that_have_it() -> None:
 def test_an_id_beyond_32_bits_is_an_error() -> None:
     with pytest.raises(OverflowError):
         pack_redraw([0], [Sample(Sampling(logit_bias={2**40: 1.0}), (), ())], VOCABULARY)
+
+
+@given(st.lists(st.integers(0, 9)), st.lists(st.lists(st.integers(0, 9))))
+def test_a_history_counts_what_the_output_has_got_since(
+    prompt: list[int], pieces: list[list[int]]
+) -> None:
+    output: list[int] = []
+    history = History(prompt, output)
+    for piece in pieces:
+        output += piece
+        counts = {id: IN_PROMPT for id in prompt}
+        for token in output:
+            counts[token] = counts.get(token, 0) + 1
+        pairs = history.pairs().tolist()
+        assert len(pairs) == len(counts) and dict(map(tuple, pairs)) == counts

@@ -129,7 +129,9 @@ def draw(
     device: Device, logits_SV: Tensor, samples: Sequence[Sample], drawn_S: Tensor | None = None
 ) -> list[SampledToken | SampleError]:
     """Of logits on a CPU, as a step draws."""
-    return begin_draw(device, logits_SV.to(device.torch_device), samples, drawn_S=drawn_S).read()
+    begun = begin_draw(device, logits_SV.to(device.torch_device), samples, drawn_S=drawn_S)
+    device.synchronize()
+    return begun.read()
 
 
 def check_plain(device: GpuDevice, num_rows: int, num_tokens: int, dtype: torch.dtype) -> None:

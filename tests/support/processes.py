@@ -115,13 +115,14 @@ class ServerProcess:
             *grace,
             *arguments,
         ]
+        paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         self.process = subprocess.Popen(
             self.command,
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
             # `prepare` may change the working directory; the modules of this tree are still found.
-            env=os.environ | {"PYTHONPATH": str(ROOT)} | (environment or {}),
+            env=os.environ | {"PYTHONPATH": paths} | (environment or {}),
             cwd=ROOT,
             preexec_fn=prepare,
         )

@@ -32,7 +32,7 @@ from model.devices.gpu.attention.configurations import (
 )
 from model.devices.gpu.attention.decode import decode
 from model.devices.gpu.attention.fast import decode_sizes_of
-from model.devices.gpu.drawing import DRAW_WARPS, FILTER_WARPS
+from model.devices.gpu.drawing import DRAW_WARPS, FILTER_SIZE, FILTER_WARPS
 
 MULTIPLIES = "mma.sync", "wgmma.mma_async", "tcgen05.mma", "fma.rn.f32"
 LOADS = (
@@ -249,8 +249,9 @@ def compile_draws(architecture: int, number: str) -> None:
         "PIECE": triton.next_power_of_2(triton.cdiv(WIDTHS[0], num_parts)),
         "NUM_PARTS": num_parts,
     }
-    adjusted = POINTERS | {"logits_ptr": "*fp32"}
-    filters = columns | {"UNIT": 2.0 ** (62 - VOCABULARY.bit_length())}
+    adjusted = POINTERS | {"logits_ptr": "*fp32", "likeliest_ptr": "*fp32"}
+    unit = 2.0 ** (62 - VOCABULARY.bit_length())
+    filters = columns | {"UNIT": unit, "SIZE": FILTER_SIZE}
     for kernel, constants, pointers, warps in (
         (draws.draw, columns | parts | {"words_ptr": None}, POINTERS, DRAW_WARPS),
         (draws.draw, columns | parts | {"states_ptr": None}, adjusted, DRAW_WARPS),

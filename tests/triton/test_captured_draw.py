@@ -174,7 +174,7 @@ def samples(kind: str) -> list[Sample]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "most"), [("greedy", 1), ("plain", 1), ("top-p", 2), ("penalties", 3), ("all", 4)]
+    ("kind", "most"), [("greedy", 1), ("plain", 1), ("top-p", 2), ("penalties", 3), ("all", 6)]
 )
 def test_few_launches_stand_behind_the_graph(
     kind: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

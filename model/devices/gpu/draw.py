@@ -9,13 +9,14 @@ Invariant: a row's results are a pure function of its own logits and settings, b
 parts are joined in their order, by whichever program finishes last. It knows nothing of requests;
 gpu/drawing.py launches these kernels.
 
-Shape letters: B tokens of a block, Q a quarter of these, P parts of a row, E entries of a list, D
-hidden size, K keys of 8 bits.
+Shape letters: B tokens of a block, Q a quarter of these (or of several blocks), P parts of a row, E
+entries of a list, D hidden size.
 """
 
 import triton
 import triton.language as tl
 
+from model import draw_words
 from model.draw_words import NUM_CHANGES, NUM_LIMITS, NUM_SETTINGS
 
 BLOCK = 2048
@@ -31,7 +32,7 @@ whether states are finite; where the row is drawn at random the best speed and i
 """
 SMALLEST_STEP = tl.constexpr(5.9604645e-08)
 FIRST_PENALTY = tl.constexpr(8)
-IN_PROMPT = tl.constexpr(1 << 30)
+IN_PROMPT = tl.constexpr(draw_words.IN_PROMPT)
 ENTRIES = tl.constexpr(128)
 SIGN = tl.constexpr(-(1 << 31))
 
@@ -47,20 +48,20 @@ def _float(ptr):
 
 
 @triton.jit
-def _first_largest(a_Q, b_Q, c_Q, d_Q, index_Q, QUARTER: tl.constexpr):
-    """The largest number of a block in four quarters, and its first place; the block's size where
-    there is none, as with NaN.
+def _first_largest(a_Q, b_Q, c_Q, d_Q, place_Q, QUARTER: tl.constexpr, SIZE: tl.constexpr):
+    """The largest number of some blocks in four quarters, the first of which have these places, and
+    its first place; SIZE where there is none, as with NaN.
     """
     largest = tl.max(tl.maximum(tl.maximum(a_Q, b_Q), tl.maximum(c_Q, d_Q)), 0)
-    place_Q = tl.where(
+    later_Q = tl.where(
         c_Q == largest,
-        index_Q + 2 * QUARTER,
-        tl.where(d_Q == largest, index_Q + 3 * QUARTER, 4 * QUARTER),
+        place_Q + 2 * QUARTER,
+        tl.where(d_Q == largest, place_Q + 3 * QUARTER, SIZE),
     )
-    place_Q = tl.where(
-        a_Q == largest, index_Q, tl.where(b_Q == largest, index_Q + QUARTER, place_Q)
+    first_Q = tl.where(
+        a_Q == largest, place_Q, tl.where(b_Q == largest, place_Q + QUARTER, later_Q)
     )
-    return largest, tl.min(place_Q, 0)
+    return largest, tl.min(first_Q, 0)
 
 
 @triton.jit
@@ -93,14 +94,19 @@ def _speed(share_B, word_B):
 
 
 @triton.jit
-def _fastest(a_Q, b_Q, c_Q, d_Q, settings_ptr, block, index_Q, QUARTER: tl.constexpr):
-    """The best speed in a block, given the shares of its four quarters, and its first place."""
+def _fastest(
+    a_Q, b_Q, c_Q, d_Q, settings_ptr, block, index_Q, place_Q, QUARTER: tl.constexpr,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    """The best speed in some blocks from `block` on, given the shares of their four quarters, and
+    its first place.
+    """
     word_a, word_b, word_c, word_d = _words(settings_ptr, block, index_Q, QUARTER)
     a_Q = _speed(a_Q, word_a)
     b_Q = _speed(b_Q, word_b)
     c_Q = _speed(c_Q, word_c)
     d_Q = _speed(d_Q, word_d)
-    return _first_largest(a_Q, b_Q, c_Q, d_Q, index_Q, QUARTER)
+    return _first_largest(a_Q, b_Q, c_Q, d_Q, place_Q, QUARTER, SIZE)
 
 
 @triton.jit
@@ -129,23 +135,18 @@ def _share_among(
 
 @triton.jit
 def _race(
-    start_ptr,
-    settings_ptr,
-    largest,
-    lowest,
-    bound,
-    end,
-    COLUMNS: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-):
+    start_ptr, settings_ptr, largest, lowest, bound, end, COLUMNS: tl.constexpr,
+    BLOCK_B: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
     """The winner among those tokens of a row that take part, see `_share_among`, computed by one
-    program.
+    program, SIZE / BLOCK_B blocks at a time. Where none takes part, no random words are made.
     """
     QUARTER: tl.constexpr = BLOCK_B // 4
-    index_Q = tl.arange(0, QUARTER)
+    index_Q = tl.arange(0, SIZE // 4)
+    place_Q = index_Q // QUARTER * BLOCK_B + index_Q % QUARTER
     best, winner = tl.full([], float("-inf"), tl.float32), tl.full([], COLUMNS - 1, tl.int32)
-    for first in range(0, COLUMNS, BLOCK_B):
-        at_Q = first + index_Q
+    for first in range(0, COLUMNS, SIZE):
+        at_Q = first + place_Q
         a_Q = _share_among(start_ptr, at_Q, settings_ptr, largest, lowest, bound, end, COLUMNS)
         b_Q = _share_among(
             start_ptr, at_Q + QUARTER, settings_ptr, largest, lowest, bound, end, COLUMNS
@@ -156,11 +157,12 @@ def _race(
         d_Q = _share_among(
             start_ptr, at_Q + 3 * QUARTER, settings_ptr, largest, lowest, bound, end, COLUMNS
         )
-        fastest, place = _fastest(
-            a_Q, b_Q, c_Q, d_Q, settings_ptr, first // BLOCK_B, index_Q, QUARTER
-        )
-        winner = tl.where(fastest > best, first + place, winner)
-        best = tl.maximum(fastest, best)
+        if tl.max(tl.maximum(tl.maximum(a_Q, b_Q), tl.maximum(c_Q, d_Q)), 0) > float("-inf"):
+            fastest, place = _fastest(
+                a_Q, b_Q, c_Q, d_Q, settings_ptr, first // BLOCK_B, index_Q, place_Q, QUARTER, SIZE
+            )
+            winner = tl.where(fastest > best, first + place, winner)
+            best = tl.maximum(fastest, best)
     return tl.minimum(winner, COLUMNS - 1)
 
 
@@ -223,7 +225,15 @@ def _join(
         ):
             anywhere = tl.zeros([], tl.uint32)
             token = _race(
-                start_ptr, settings_ptr, largest, anywhere, anywhere, COLUMNS, COLUMNS, BLOCK_B
+                start_ptr,
+                settings_ptr,
+                largest,
+                anywhere,
+                anywhere,
+                COLUMNS,
+                COLUMNS,
+                BLOCK_B,
+                BLOCK_B,
             )
     normaliser = tl.log(tl.sum(tl.exp(peak_P - largest) * total_P, 0)) + largest
     return tl.minimum(token, COLUMNS - 1), normaliser, largest, tl.min(finite_P, 0)
@@ -261,7 +271,7 @@ def draw(
     a_Q, b_Q = _block(start_ptr, at_Q, COLUMNS), _block(start_ptr, at_Q + QUARTER, COLUMNS)
     c_Q = _block(start_ptr, at_Q + 2 * QUARTER, COLUMNS)
     d_Q = _block(start_ptr, at_Q + 3 * QUARTER, COLUMNS)
-    peak, likeliest = _first_largest(a_Q, b_Q, c_Q, d_Q, index_Q, QUARTER)
+    peak, likeliest = _first_largest(a_Q, b_Q, c_Q, d_Q, index_Q, QUARTER, BLOCK_B)
     # Differences from the block's largest are exact where they matter; the join adds what that
     # lacks from the row's.
     base = tl.where(peak == float("-inf"), 0.0, peak)
@@ -288,7 +298,9 @@ def draw(
             settings_ptr,
             block,
             index_Q,
+            index_Q,
             QUARTER,
+            BLOCK_B,
         )
         tl.store(part_ptr + 4 * NUM_PARTS + block, fastest.to(tl.int32, bitcast=True))
         tl.store(part_ptr + 5 * NUM_PARTS + block, first + winner)
@@ -332,16 +344,16 @@ def adjust(
     start, row = place.to(tl.int64) * COLUMNS, tl.load(change_ptr).to(tl.int64)
     x_B = _block(logits_ptr + row * logits_stride, token_B, COLUMNS)
 
-    history, output, end = tl.load(change_ptr + 1), tl.load(change_ptr + 2), tl.load(change_ptr + 3)
+    history, end = tl.load(change_ptr + 1), tl.load(change_ptr + 2)
     if end > history:
         tl.store(counts_ptr + start + token_B, token_B * 0, mask=there_B)
         tl.debug_barrier()
-        for begin in range(history, end, ENTRIES):
-            place_E = begin + entry_E
+        for begin in range(history, end, 2 * ENTRIES):
+            place_E = begin + 2 * entry_E
             id_E = tl.load(words_ptr + place_E, mask=place_E < end, other=-1)
+            count_E = tl.load(words_ptr + place_E + 1, mask=place_E < end, other=0)
             here_E = (id_E >= first) & (id_E < first + BLOCK_B) & (id_E < COLUMNS)
-            tl.atomic_or(counts_ptr + start + id_E, IN_PROMPT, mask=here_E & (place_E < output))
-            tl.atomic_add(counts_ptr + start + id_E, 1, mask=here_E & (place_E >= output))
+            tl.store(counts_ptr + start + id_E, count_E, mask=here_E)
         tl.debug_barrier()
         count_B = tl.load(counts_ptr + start + token_B, mask=there_B, other=0, volatile=True)
         repetition = tl.load(penalty_ptr)
@@ -376,71 +388,62 @@ def adjust(
 
 
 @triton.jit
-def _kth(start_ptr, count, COLUMNS: tl.constexpr, BLOCK_B: tl.constexpr):
-    """The order of a row's `count`-th largest number, and how many of the `count` largest have it:
-    8 bits of the order at a time.
-    """
-    index_B, index_K = tl.arange(0, BLOCK_B), tl.arange(0, 256)
-    prefix, left = tl.zeros([], tl.uint32), count
-    for level in range(4):
-        shift = 24 - 8 * level
-        counts_K = tl.zeros([256], tl.int32)
-        for first in range(0, COLUMNS, BLOCK_B):
-            order_B = _order(_block(start_ptr, first + index_B, COLUMNS)) >> shift
-            like_B = (first + index_B < COLUMNS) & ((order_B >> 8) == prefix)
-            counts_K += tl.histogram((order_B & 255).to(tl.int32), 256, mask=like_B)
-        down_K = tl.cumsum(counts_K, 0, reverse=True)
-        above_K = down_K - counts_K
-        found_K = (above_K < left) & (down_K >= left)
-        prefix = (prefix << 8) | tl.sum(tl.where(found_K, index_K, 0), 0).to(tl.uint32)
-        left -= tl.sum(tl.where(found_K, above_K, 0), 0)
-    return prefix, left
+def _mass(x, largest, inverse, UNIT: tl.constexpr):
+    """exp((x - largest) / temperature) in whole units: sums are the same in every order."""
+    return tl.floor(tl.exp((x - largest) * inverse) * UNIT + 0.5).to(tl.int64)
 
 
 @triton.jit
-def _mass(x, largest, inverse, UNIT: tl.constexpr):
-    """exp((x - largest) / temperature) in whole units: sums are the same in every order."""
-    return tl.floor(tl.exp((x.to(tl.float64) - largest.to(tl.float64)) * inverse) * UNIT + 0.5).to(
-        tl.int64
+def _lowest(likeliest_ptr, top_k):
+    """The last of a row's `top_k` largest numbers, and how many of these are equal to it."""
+    lowest, ties_E = (
+        tl.load(likeliest_ptr + top_k - 1).to(tl.float32),
+        tl.zeros([ENTRIES], tl.int32),
     )
+    for begin in range(0, top_k, ENTRIES):
+        place_E = begin + tl.arange(0, ENTRIES)
+        x_E = tl.load(likeliest_ptr + place_E, mask=place_E < top_k, other=float("inf"))
+        ties_E += (x_E.to(tl.float32) == lowest).to(tl.int32)
+    return lowest, tl.sum(ties_E, 0)
 
 
 @triton.jit
 def confine(
-    logits_ptr, model_ptr, limits_ptr, shares_ptr, settings_ptr, drawn_ptr, results_ptr,
-    logits_stride, model_stride,
-    UNIT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_B: tl.constexpr,
+    logits_ptr, likeliest_ptr, model_ptr, limits_ptr, shares_ptr, settings_ptr, drawn_ptr,
+    results_ptr, logits_stride, likeliest_stride, model_stride,
+    UNIT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_B: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Program f: the token that filtered row f draws within top-k and top-p, given the one that it
-    draws among all tokens.
+    draws among all tokens, and its `likeliest` logits, as many as the largest top-k.
 
     A token is within if fewer than k are likelier and these hold less than top-p of what top-k
     keeps; of equals, lower ids are likelier. The winner among all wins among those within if it is
     one of them. If it is not, neither are those after it, and those before it race again: nothing
-    is sorted. `shares_ptr`: 1 / temperature and top-p as float64.
+    is sorted. `shares_ptr`: top-p as float64. SIZE: of what is read at a time.
     """
-    filtered, index_B = tl.program_id(0), tl.arange(0, BLOCK_B)
+    filtered, index_B = tl.program_id(0), tl.arange(0, SIZE)
     row = tl.load(limits_ptr + filtered * LIMITS)
     place = tl.load(limits_ptr + filtered * LIMITS + 1)
     top_k = tl.load(limits_ptr + filtered * LIMITS + 2)
-    inverse, top_p = tl.load(shares_ptr + filtered * 2), tl.load(shares_ptr + filtered * 2 + 1)
+    top_p = tl.load(shares_ptr + filtered)
     start_ptr = logits_ptr + place.to(tl.int64) * logits_stride
     settings_ptr += row * SETTINGS
     results_ptr += row * RESULTS
-    first_token = tl.load(results_ptr)
+    inverse, first_token = _float(settings_ptr), tl.load(results_ptr)
     token = first_token
     normaliser, largest = _float(results_ptr + 2), _float(results_ptr + 3)
     searching = (tl.abs(normaliser) < float("inf")) & (tl.abs(largest) < float("inf"))
-    lowest, ties = tl.zeros([], tl.uint32), tl.zeros([], tl.int32)
+    last, ties = tl.full([], float("-inf"), tl.float32), tl.zeros([], tl.int32)
     if searching & (top_k > 0) & (top_k < COLUMNS):
-        lowest, ties = _kth(start_ptr, top_k, COLUMNS, BLOCK_B)
+        last, ties = _lowest(likeliest_ptr + filtered.to(tl.int64) * likeliest_stride, top_k)
+    lowest = _order(last)
     while searching:
         bound = _order(tl.load(start_ptr + token).to(tl.float32))
-        rank_B = tl.zeros([BLOCK_B], tl.int32)
-        before_B = tl.zeros([BLOCK_B], tl.int64)
-        total_B = tl.zeros([BLOCK_B], tl.int64)
-        tie_B = tl.zeros([BLOCK_B], tl.int64)
-        for first in range(0, COLUMNS, BLOCK_B):
+        rank_B = tl.zeros([SIZE], tl.int32)
+        before_B = tl.zeros([SIZE], tl.int64)
+        total_B = tl.zeros([SIZE], tl.int64)
+        tie_B = tl.zeros([SIZE], tl.int64)
+        for first in range(0, COLUMNS, SIZE):
             x_B = _block(start_ptr, first + index_B, COLUMNS)
             order_B, mass_B = _order(x_B), _mass(x_B, largest, inverse, UNIT)
             ahead_B = (order_B > bound) | ((order_B == bound) & (first + index_B < token))
@@ -454,6 +457,8 @@ def confine(
         within = ((top_k <= 0) | (rank < top_k)) & ((top_p >= 1.0) | (before < top_p * total))
         searching = (rank > 0) & (within == 0)
         if searching:
-            token = _race(start_ptr, settings_ptr, largest, lowest, bound, token, COLUMNS, BLOCK_B)
+            token = _race(
+                start_ptr, settings_ptr, largest, lowest, bound, token, COLUMNS, BLOCK_B, SIZE
+            )
     if token != first_token:
         _store_token(drawn_ptr, results_ptr, model_ptr, row, token, normaliser, model_stride)

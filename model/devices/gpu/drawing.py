@@ -20,7 +20,7 @@ from model.devices.gpu.draw import BLOCK, PART_FIELDS, RESULTS, adjust, confine,
 from model.draw_words import NUM_LIMITS, pack_redraw
 from model.step import Sample
 
-DRAW_WARPS, FILTER_WARPS = 4, 8
+DRAW_WARPS, FILTER_WARPS, FILTER_SIZE = 4, 16, 4096
 
 
 class KernelDraws:
@@ -70,10 +70,15 @@ class KernelDraws:
         limits, shares = words_W[packed.limits], words_W[packed.shares]
         if len(limits):
             unit = 2.0 ** (62 - self._num_tokens.bit_length())
+            likeliest_FK = source_SV[:0]
+            if packed.top_k:
+                places_F = limits.view(-1, NUM_LIMITS)[:, 1]
+                likeliest_FK = source_SV.index_select(0, places_F).topk(packed.top_k).values
             confine[(len(limits) // NUM_LIMITS,)](
-                source_SV, logits_SV, limits, shares.view(torch.float64), settings_SN, drawn_S,
-                self.results_SR, source_SV.stride(0),
-                logits_SV.stride(0), unit, self._num_tokens, BLOCK, num_warps=FILTER_WARPS, **EXACT,
+                source_SV, likeliest_FK, logits_SV, limits, shares.view(torch.float64), settings_SN,
+                drawn_S, self.results_SR, source_SV.stride(0), likeliest_FK.stride(0),
+                logits_SV.stride(0), unit, self._num_tokens, BLOCK, FILTER_SIZE,
+                num_warps=FILTER_WARPS, **EXACT,
             )  # fmt: skip
 
     def adjusted(self, logits_SV: Tensor, words_W: Tensor, num_rows: int) -> Tensor:
