@@ -100,6 +100,8 @@ class Decoder(nn.Module):
         self.products, self.batch_invariant = "torch", False
         """Name of the kernels that compute its matrix products, and whether a row of a product
         depends on that row alone, bit for bit."""
+        self.row_multiple = 1
+        """Of a step's tokens: other numbers of them are filled up at every product."""
         self.block_forms = Counter[str]()
         """Where matrices are held in blocks as in their file: how many tensors of the file in each
         format."""

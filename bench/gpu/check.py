@@ -135,10 +135,7 @@ def check_alone(case: Case, layer: int) -> None:
 
 @torch.inference_mode()
 def products(part: Part) -> None:
-    """Our products beside float64's; batch-invariant ones by any number of rows, also where their
-    parts are summed apart.
-    """
-    from model.devices.gpu.launches import multiply
+    """Our product of one row beside float64's."""
     from model.devices.gpu.one_row import multiply_row
 
     dtype = torch.float32 if part.small else torch.bfloat16
@@ -146,31 +143,14 @@ def products(part: Part) -> None:
         name = f"products/{inputs} to {outputs}"
         with part.guarded(name):
             torch.manual_seed(0)
-            x = torch.randn((SMALL_NUM_ROWS if part.small else NUM_ROWS)[-1], inputs).to(
-                part.device, dtype
-            )
+            x = torch.randn(1, inputs).to(part.device, dtype)
             weight = torch.randn(outputs, inputs).to(part.device, dtype) * inputs**-0.5
             bias = torch.randn(outputs).to(part.device, dtype)
             expected = x.double() @ weight.double().T + bias.double()
-            together = multiply(x[:, None], weight[None], bias)[:, 0]
-            worst = 0.0
-            for count in SMALL_NUM_ROWS if part.small else NUM_ROWS:
-                alone = multiply(x[-count:, None], weight[None], bias)[:, 0]
-                assert torch.equal(alone, together[-count:]), (
-                    f"{count} rows differ from the same among {len(x)}"
-                )
-                for y in (alone, multiply_row(x[-1:], weight, bias)) if count == 1 else (alone,):
-                    worst = max(
-                        worst,
-                        float(
-                            (
-                                (y.double() - expected[-count:]).abs()
-                                / (1 + expected[-count:].abs())
-                            ).max()
-                        ),
-                    )
-            assert worst <= NEAR[dtype], f"off by {worst:.2g}"
+            distance = multiply_row(x, weight, bias).double() - expected
+            worst = float((distance.abs() / (1 + expected.abs())).max())
             part.note(name, {"distance": worst})
+            assert worst <= NEAR[dtype], f"off by {worst:.2g}"
 
 
 @torch.inference_mode()

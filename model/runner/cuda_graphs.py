@@ -54,6 +54,11 @@ once, need a launch kernel by kernel, some 70 us of the host for a layer.
 """
 
 
+def rounded_up(number: int, multiple: int) -> int:
+    """The least multiple that is not smaller."""
+    return -(-number // multiple) * multiple
+
+
 class Shape(Protocol, Hashable):
     """The facts that the launches of a captured step depend on."""
 
@@ -152,7 +157,8 @@ class CudaGraphs:
         self._device = device
         self._stream = stream
         self._drawn_S = drawn_S
-        self.sizes = [*(size for size in SIZES if size < most_rows), most_rows]
+        sizes = *(size for size in SIZES if size < most_rows), most_rows
+        self.sizes = sorted({rounded_up(size, decoder.row_multiple) for size in sizes})
         self._numbers = torch.zeros(0, dtype=torch.int32, device=drawn_S.device)
         """Of the step that is replayed."""
         self._logits_BV = torch.zeros(0, 0)

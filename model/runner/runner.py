@@ -30,7 +30,7 @@ from model.devices.backend import Backend
 from model.devices.device import Device, Stream, lack_of_memory
 from model.devices.replacement import RowMatrix
 from model.options import EngineOptions
-from model.runner.cuda_graphs import CudaGraphs, ListedBackend
+from model.runner.cuda_graphs import CudaGraphs, ListedBackend, rounded_up
 from model.runner.pending_step import PendingStep
 from model.sampling import Scores, begin_draw
 from model.spec import ModelSpec, OptionError
@@ -69,13 +69,18 @@ class ModelRunner:
         self.forward = device.forward(decoder, backend)
         self._most_rows = most_rows
         self._stream = stream
-        self._drawn_S = torch.zeros(most_tokens, dtype=torch.long, device=device.torch_device)
+        self._most_tokens = most_tokens
+        # Captured steps are filled up, and what fills them is drawn too.
+        filled = rounded_up(most_rows, decoder.row_multiple)
+        self._drawn_S = torch.zeros(
+            max(most_tokens, filled), dtype=torch.long, device=device.torch_device
+        )
         self._drawn_ids: Sequence[int] = ()
         """The sequences whose tokens drawn_S holds once the step launched last is done."""
         self._graphs: CudaGraphs | None = None
         if stream is not None and isinstance(backend, ListedBackend):
             self._graphs = CudaGraphs(
-                decoder, backend, pool.layout, device, stream, self._drawn_S, most_rows
+                decoder, backend, pool.layout, device, stream, self._drawn_S, filled
             )
 
     @classmethod
@@ -233,7 +238,7 @@ class ModelRunner:
         # behind long prompts, and with scores.
         graphs, self._graphs = self._graphs, None
         for num_singles, chunk in product(
-            {1, self._most_rows}, {2, len(self._drawn_S) - self._most_rows}
+            {1, self._most_rows}, {2, self._most_tokens - self._most_rows}
         ):
             if num_singles and (count := min(chunk, longest)) > 1:
                 singles = [

@@ -1,11 +1,11 @@
 """`python -m tests.triton.compile_kernels ARCHITECTURE:LINE:WINDOW[:fp8]...
-ARCHITECTURE:fastSHAPExBYTES:WINDOW[:fp8]... ARCHITECTURE:productLINE... ARCHITECTURE:FORM...
+ARCHITECTURE:fastSHAPExBYTES:WINDOW[:fp8]... ARCHITECTURE:rowsBYTES... ARCHITECTURE:FORM...
 ARCHITECTURE:one_row...`: compiles kernels for GPUs that need not be there.
 
-As lines of attention's table, or of the products', ship them; as single tokens and chunks of a
-model of this shape of heads take them; with `fp8` over keys and values in float8; with `int8` or
-`int4` the products of blocks. Prints a line of JSON for each: shared memory in bytes, how often
-each instruction stands in the code, and in each loop that multiplies matrices.
+As lines of attention's table ship them; what has a program for each row; as single tokens and
+chunks of a model of this shape of heads take them; with `fp8` over keys and values in float8; with
+`int8` or `int4` the products of blocks. Prints a line of JSON for each: shared memory in bytes, how
+often each instruction stands in the code, and in each loop that multiplies matrices.
 """
 
 import json
@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from model.devices.blocks import BLOCK, FORMATS
-from model.devices.gpu import EXACT, block_products, launches, one_row, products, rows, tiles
+from model.devices.gpu import EXACT, block_products, launches, one_row, products, rows
 from model.devices.gpu import draw as draws
 from model.devices.gpu.attention import kernels, write
 from model.devices.gpu.attention.backend import JOINED_AT_ONCE, sizes_of, write_sizes_of
@@ -168,39 +168,9 @@ def tell(found: dict[str, Any]) -> None:
     print(json.dumps(found), flush=True)
 
 
-def compile_products(architecture: int, line: int) -> None:
-    """Plain, gated, and with weights that lie the other way round; and the kernels for rows and
-    draws.
-    """
-    _, size, tile = tiles.TABLE[line]
+def compile_rows(architecture: int, size: int) -> None:
+    """The kernels for rows and draws, over numbers of so many bytes."""
     number, (inputs, outputs) = NUMBERS[size], WIDTHS
-    sizes: dict[str, Any] = {
-        "GROUPS": 1,
-        "INPUTS": inputs,
-        "OUTPUTS": outputs,
-        "STEP_G": 2 * inputs * outputs,
-        "UPCAST": False,
-    }
-    sizes |= {"BLOCK_T": tile.rows, "BLOCK_O": tile.columns, "BLOCK_I": tile.depth}
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    # A router's weights are of 16 bits under rows in float32.
-    pointers = POINTERS | {"weight_ptr": "*bf16"}
-    whole, part = {"PART": inputs, "APART": False}, inputs // 2
-    for gated, steps, parts in (
-        (False, (inputs, 1), whole),
-        (True, (inputs, 1), whole),
-        (False, (1, outputs), whole),
-        (False, (inputs, 1), {"PART": part, "APART": False}),
-        (False, (inputs, 1), {"PART": part, "APART": True}),
-    ):
-        constants = (
-            sizes
-            | {"ACTIVATION": "gelu", "GATED": gated, "STEP_O": steps[0], "STEP_I": steps[1]}
-            | parts
-        )
-        written = pointers | ({"y_ptr": "*fp32"} if parts["APART"] else {})
-        made = compiled(products.product, number, architecture, constants, options, written)
-        tell({"line": line, "part": parts["PART"], "architecture": architecture} | made)
     compile_join(architecture, number, outputs)
     compile_norms(architecture, number, inputs)
     constants = {"COLUMNS": VOCABULARY, "BLOCK": 4096}
@@ -422,8 +392,8 @@ def main() -> None:
         architecture, line, *window = plain.split(":")
         if line in FORMATS:
             compile_blocks(int(architecture), line)
-        elif line.startswith("product"):
-            compile_products(int(architecture), int(line.removeprefix("product")))
+        elif line.startswith("rows"):
+            compile_rows(int(architecture), int(line.removeprefix("rows")))
         elif line == "one_row":
             compile_one_row(int(architecture))
         elif line.startswith("fast"):

@@ -264,13 +264,10 @@ def test_a_matrix_is_filled_in_any_pieces(
 def test_parts_depend_on_the_matrix_alone_and_give_a_gpu_enough_programs() -> None:
     from model.devices.gpu.block_products import (
         FLOAT32_TILE,
-        INPUTS,
-        OUTPUTS,
-        PROGRAMS,
         TILES,
         choose,
+        part_of,
     )
-    from model.devices.gpu.tiles import part_of
 
     shapes = {
         (6400, 6144): 4,
@@ -281,10 +278,7 @@ def test_parts_depend_on_the_matrix_alone_and_give_a_gpu_enough_programs() -> No
         (50257, 2048): 1,
         (8, 8): 1,
     }
-    parts = {
-        (outputs, inputs): part_of(inputs, -(-outputs // OUTPUTS), PROGRAMS, INPUTS)
-        for outputs, inputs in shapes
-    }
+    parts = {(outputs, inputs): part_of(inputs, outputs) for outputs, inputs in shapes}
     assert {shape: -(-shape[1] // part) for shape, part in parts.items()} == shapes
     assert {choose(rows, 2, False) for rows in (1, 16, 17, 33, 300)} == set(TILES)
     assert {choose(rows, 2, True) for rows in (1, 300)} == {TILES[-1]} and choose(

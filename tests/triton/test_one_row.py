@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from model.layers import ACTIVATIONS, Linear
-from tests.triton.test_products import DTYPES, NEAR, matrices, near
+from tests.triton.test_products import DTYPES, NEAR, near
 
 pytestmark = [
     pytest.mark.usefixtures("interpreter", "poisoned"),
@@ -13,16 +14,23 @@ pytestmark = [
 ]
 
 
+def matrices(inputs: int, outputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x, W and b."""
+    torch.manual_seed(inputs)
+    weight = torch.randn(outputs, inputs) * inputs**-0.5
+    return torch.randn(1, inputs, dtype=dtype), weight.to(dtype), torch.randn(outputs, dtype=dtype)
+
+
 @DTYPES
 @pytest.mark.parametrize(("inputs", "outputs"), [(40, 70), (512, 64), (1100, 9)])
 def test_products_of_one_row_are_torchs(inputs: int, outputs: int, dtype: torch.dtype) -> None:
     from model.devices.gpu.one_row import multiply_row
 
-    x, weight, bias = matrices(1, inputs, outputs, dtype)
-    expected = F.linear(x[:, 0].double(), weight[0].double())
-    assert near(multiply_row(x[:, 0], weight[0]), expected, NEAR[dtype])
+    x, weight, bias = matrices(inputs, outputs, dtype)
+    expected = F.linear(x.double(), weight.double())
+    assert near(multiply_row(x, weight), expected, NEAR[dtype])
     for name, activation in ACTIVATIONS.items():
-        y = multiply_row(x[:, 0], weight[0], bias, name)
+        y = multiply_row(x, weight, bias, name)
         assert y.dtype is dtype and near(y, activation(expected + bias.double()), NEAR[dtype])
 
 
@@ -32,9 +40,9 @@ def test_inputs_are_divided_where_a_piece_has_no_room_for_them(
     from model.devices.gpu import one_row
 
     monkeypatch.setattr(one_row, "LONGEST", 64)
-    x, weight, bias = matrices(1, 150, 21, torch.float32)
-    expected = F.relu(F.linear(x[:, 0].double(), weight[0].double(), bias.double()))
-    assert near(one_row.multiply_row(x[:, 0], weight[0], bias, "relu"), expected, 1e-5)
+    x, weight, bias = matrices(150, 21, torch.float32)
+    expected = F.relu(F.linear(x.double(), weight.double(), bias.double()))
+    assert near(one_row.multiply_row(x, weight, bias, "relu"), expected, 1e-5)
 
 
 def test_pieces_of_starcoderbase_1b() -> None:

@@ -1,5 +1,5 @@
-"""The GPU's products and summaries under Triton's interpreter: torch's numbers, and a row's own
-bits wherever it lies.
+"""A GPU's products and summaries over torch's CPU and Triton's interpreter: torch's numbers, and a
+row's own bits wherever it lies.
 """
 
 from collections.abc import Callable
@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from model.checkpoint.families import read_spec
+from model.checkpoint.weights import load_decoder
 from model.devices.gpu.device import GpuDevice, order
-from model.devices.gpu.tiles import TABLE, choose, part_of
-from model.layers import ACTIVATIONS
+from model.layers import ACTIVATIONS, Embedding, Linear, Router
 from model.options import EngineOptions
 from model.runner.runner import ModelRunner
+from model.spec import OptionError
 
 # An exponential that is too large, and NaN's arithmetic: numpy warns of what a GPU does in silence.
 pytestmark = [
@@ -25,95 +25,10 @@ pytestmark = [
 
 NEAR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2.0**-7}
 DTYPES = pytest.mark.parametrize("dtype", NEAR, ids=lambda dtype: str(dtype).removeprefix("torch."))
-SIZES = [(1, 16, 16), (70, 96, 40), (5, 33, 301), (129, 130, 64)]
-"""(rows, inputs, outputs): whole tiles and parts of some."""
-
-
-def matrices(
-    num_rows: int, inputs: int, outputs: int, dtype: torch.dtype, groups: int = 1
-) -> tuple[Tensor, Tensor, Tensor]:
-    torch.manual_seed(num_rows)
-    x = torch.randn(num_rows, groups, inputs, dtype=dtype)
-    return (
-        x,
-        (torch.randn(groups, outputs, inputs) * inputs**-0.5).to(dtype),
-        torch.randn(outputs, dtype=dtype),
-    )
 
 
 def near(actual: Tensor, expected: Tensor, relative: float) -> bool:
     return bool(((actual.float() - expected).abs() <= relative * (1 + expected.abs())).all())
-
-
-@DTYPES
-@pytest.mark.parametrize(("num_rows", "inputs", "outputs"), SIZES)
-def test_products_are_torchs(num_rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
-    from model.devices.gpu.launches import multiply
-
-    x, weight, bias = matrices(num_rows, inputs, outputs, dtype)
-    y = multiply(x, weight, bias)
-    assert y.dtype is dtype and near(
-        y[:, 0], F.linear(x[:, 0].float(), weight[0].float(), bias.float()), NEAR[dtype]
-    )
-    assert near(
-        multiply(x, weight)[:, 0], F.linear(x[:, 0].float(), weight[0].float()), NEAR[dtype]
-    )
-
-
-@DTYPES
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("gated", [False, True])
-def test_activations_and_gates_are_torchs(activation: str, gated: bool, dtype: torch.dtype) -> None:
-    from model.devices.gpu.launches import multiply
-
-    x, weight, bias = matrices(20, 40, 36, dtype)
-    x = x * 4  # Far enough for the ends of every curve.
-    hidden = F.linear(x[:, 0].float(), weight[0].float(), bias.float())
-    gate, opened = hidden.chunk(2, dim=-1) if gated else (hidden, torch.ones(()))
-    assert near(
-        multiply(x, weight, bias, activation, gated)[:, 0],
-        ACTIVATIONS[activation](gate) * opened,
-        NEAR[dtype],
-    )
-
-
-def test_an_activation_at_its_ends() -> None:
-    from model.devices.gpu.launches import multiply
-
-    x = torch.tensor([-1e30, -200.0, -0.0, 0.0, 200.0, 1e30])[:, None, None]
-    for name, activation in ACTIVATIONS.items():
-        assert torch.equal(
-            multiply(x, torch.ones(1, 1, 1), None, name)[:, 0, 0], activation(x[:, 0, 0])
-        ), name
-        assert (
-            multiply(torch.full((1, 1, 1), torch.nan), torch.ones(1, 1, 1), None, name)
-            .isnan()
-            .all()
-        )
-
-
-def test_a_float_among_16_bit_weights_and_no_rows() -> None:
-    from model.devices.gpu.launches import multiply, norm
-
-    x, weight, _ = matrices(9, 48, 7, torch.float32)
-    narrow = weight.bfloat16()
-    assert near(multiply(x, narrow)[:, 0], F.linear(x[:, 0], narrow[0].float()), 1e-5)
-    assert multiply(x[:0], weight).shape == (0, 1, 7) and norm(
-        x[:0], x[0, 0], None, 1e-5, 0.0, centred=True
-    ).shape == (0, 1, 48)
-
-
-def test_every_head_by_its_own_matrix_either_way_round() -> None:
-    from model.devices.gpu.launches import multiply
-
-    x, weight, _ = matrices(37, 24, 40, torch.float32, groups=5)
-    assert near(multiply(x, weight), torch.einsum("thi,hoi->tho", x, weight), 1e-5)
-    stored = weight.transpose(1, 2).contiguous()
-    assert torch.equal(multiply(x, stored.transpose(1, 2)), multiply(x, weight))
-    columns = torch.cat([x, x], dim=-1)[..., :24]
-    assert not columns.is_contiguous() and torch.equal(
-        multiply(columns, weight), multiply(x, weight)
-    )
 
 
 def check_invariance(compute: Callable[[Tensor], Tensor], row: Tensor, most: int) -> None:
@@ -131,86 +46,50 @@ def check_invariance(compute: Callable[[Tensor], Tensor], row: Tensor, most: int
         assert torch.equal(compute(together)[-1], alone), size
 
 
-@DTYPES
-def test_a_products_row_has_the_same_bits_at_every_place(dtype: torch.dtype) -> None:
-    from model.devices.gpu.launches import multiply
+@torch.inference_mode()
+@pytest.mark.parametrize("num_rows", [0, 1, 255, 256, 700])
+def test_rows_in_slabs_are_products_of_one_shape(num_rows: int) -> None:
+    from model.devices.gpu.modules import SLAB, SlabEmbedding, SlabLinear, SlabRouter, in_slabs
 
-    x, weight, bias = matrices(1, 140, 40, dtype)
-    most = choose(40, x.element_size()).rows + 5  # A tile and the beginning of the next.
-    check_invariance(lambda x: multiply(x, weight, bias, "silu", True), x[0], most)
+    seen = []
+    x = torch.randn(num_rows, 3, 4)
+    y = in_slabs(lambda slab: seen.append(slab.shape) or slab.sum(dim=-1), x)
+    assert torch.equal(y, x.sum(dim=-1)) and set(seen) <= {torch.Size([SLAB, 3, 4]), x.shape}
+    linear, router, table = Linear(40, 24), Router(40, 24, bias=False), Embedding(24, 40)
+    x = torch.randn(num_rows, 40)
+    expected = linear(x), router(x), table.logits(x)
+    router.__class__, table.__class__ = SlabRouter, SlabEmbedding
+    for actual, right in zip(
+        (SlabLinear(linear)(x), router(x), table.logits(x)), expected, strict=True
+    ):
+        assert near(actual, right, 1e-6)
 
 
-PARTED = 1100, 40
-"""Inputs and outputs of a matrix whose inputs are divided into two parts, one of which is not
-whole."""
-
-
-@DTYPES
-@pytest.mark.parametrize("num_rows", [1, 70])
-def test_parts_are_summed_to_torchs_product_in_one_program_as_in_several(
-    num_rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+def test_products_that_depend_on_a_rows_place_are_refused(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from model.devices.gpu import launches
+    from model.devices.gpu.modules import SlabLinear, SlabProducts
 
-    x, weight, bias = matrices(num_rows, *PARTED, dtype)
-    expected = F.gelu(F.linear(x[:, 0].double(), weight[0].double()) + bias.double())
-    joined, found = launches.join_parts, []
-    for programs, num_joined in ((1, 0), (1000, 1)):
-        calls: list[Tensor] = []
-        monkeypatch.setattr(launches, "_num_programs", lambda device, programs=programs: programs)
-        monkeypatch.setattr(
-            launches,
-            "join_parts",
-            lambda *args, calls=calls: (calls.append(args[0]), joined(*args)),
-        )
-        found.append(launches.multiply(x, weight, bias, "gelu"))
-        assert [len(sums) for sums in calls] == [2] * num_joined and near(
-            found[-1][:, 0], expected, NEAR[dtype]
-        )
-    assert torch.equal(*found)
+    spec = read_spec(tiny_folder)
+    load_decoder(tiny_folder, spec, torch.float32, torch.device("cpu"), SlabProducts())
+    forward = SlabLinear.forward
+
+    def by_place(module: SlabLinear, x: Tensor) -> Tensor:
+        y = forward(module, x)
+        return y + 1e-6 * torch.arange(len(y))[:, None]
+
+    monkeypatch.setattr(SlabLinear, "forward", by_place)
+    with pytest.raises(OptionError, match=r"engine\.deterministic"):
+        load_decoder(tiny_folder, spec, torch.float32, torch.device("cpu"), SlabProducts())
 
 
-@DTYPES
-def test_a_row_of_a_product_in_parts_has_the_same_bits_at_every_place(dtype: torch.dtype) -> None:
-    """Alone in parts apart, in two tiles of rows one after another."""
-    from model.devices.gpu.launches import multiply
+def test_an_activation_at_its_ends() -> None:
+    from model.devices.gpu.launches import gate
 
-    x, weight, bias = matrices(1, *PARTED, dtype)
-    check_invariance(
-        lambda x: multiply(x, weight, bias, "silu"),
-        x[0],
-        choose(PARTED[1], x.element_size()).rows + 2,
-    )
-
-
-@pytest.mark.parametrize(
-    ("outputs", "inputs", "parts"),
-    [
-        (2304, 2048, 2),
-        (2048, 2048, 2),
-        (8192, 2048, 1),
-        (2048, 8192, 2),
-        (256, 2048, 4),
-        (49152, 2048, 1),
-    ],
-)
-def test_only_matrices_with_few_tiles_are_divided(outputs: int, inputs: int, parts: int) -> None:
-    from model.devices.gpu.launches import PARTED_PROGRAMS
-
-    tile = choose(outputs, 2)
-    part = part_of(inputs, -(-outputs // tile.columns), PARTED_PROGRAMS, tile.depth)
-    assert -(-inputs // part) == parts and part % tile.depth == 0
-
-
-def test_the_number_of_programs_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from model.devices.gpu import launches
-
-    x, weight, bias = matrices(80, 50, 90, torch.float32)
-    found = []
-    for count in (1, 2, 7, 1000):
-        monkeypatch.setattr(launches, "_num_programs", lambda device, count=count: count)
-        found.append(launches.multiply(x, weight, bias))
-    assert all(torch.equal(y, found[0]) for y in found)
+    x = torch.tensor([-1e30, -200.0, -0.0, 0.0, 200.0, 1e30])[:, None]
+    for name, activation in ACTIVATIONS.items():
+        assert torch.equal(gate(torch.cat([x, torch.ones_like(x)], 1), name), activation(x)), name
+        assert gate(torch.tensor([[torch.nan, 1.0]]), name).isnan().all()
 
 
 @pytest.mark.parametrize("vocab_size", [7, 301, 4096, 9001])
@@ -255,18 +134,12 @@ def test_equal_logits_are_ordered_by_their_ids() -> None:
     assert order(logits).topk(10, dim=-1).indices[0].tolist() == expected
 
 
-def test_every_line_of_the_table_is_reached() -> None:
-    assert {
-        choose(columns, size) for columns in (1, 4096, 4097, 50257, 10**6) for size in (2, 4)
-    } == {line[2] for line in TABLE}
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_gpu_gets_them_when_it_is_asked_to(
     deterministic: bool, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU's device over the CPU."""
-    from model.devices.gpu.modules import GpuLinear, GpuNorm
+    from model.devices.gpu.modules import GpuNorm, SlabLinear
 
     monkeypatch.setattr("model.runner.runner.find_device", lambda *_: GpuDevice("cpu"))
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (2**40, 2**40))
@@ -275,11 +148,11 @@ def test_a_gpu_gets_them_when_it_is_asked_to(
     runner = ModelRunner.load(tiny_folder, read_spec(tiny_folder), options)
     assert isinstance(runner.decoder.final_norm, GpuNorm)
     assert (
-        isinstance(runner.decoder.get_submodule("blocks.0.mlp.down"), GpuLinear)
+        isinstance(runner.decoder.get_submodule("blocks.0.mlp.down"), SlabLinear)
         is deterministic
         is runner.deterministic
     )
     assert (
-        runner.kernels == ("triton" if deterministic else "triton-fast+cublas")
+        runner.kernels == ("triton+cublas" if deterministic else "triton-fast+cublas")
         and runner.pool.compute_dtype is torch.bfloat16
     )

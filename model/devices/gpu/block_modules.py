@@ -23,7 +23,7 @@ from model.devices.gpu.block_products import (
     dequantized,
     multiply_blocks,
 )
-from model.devices.gpu.modules import CublasProducts, TritonProducts
+from model.devices.gpu.modules import CublasProducts, SlabProducts
 from model.devices.replacement import Held, RowMatrix, replace_modules
 from model.layers import Embedding, Linear
 
@@ -190,8 +190,12 @@ class BlockProducts(CublasProducts):
         _replace(decoder, FORMATS[self.quantization], dtype, fixed_tile=False)
 
 
-class InvariantBlockProducts(TritonProducts):
-    """All products by our kernels, with tiles that do not depend on the number of rows."""
+class InvariantBlockProducts(SlabProducts):
+    """Products of matrices in blocks by our kernels, with tiles that do not depend on the number of
+    rows; others in slabs.
+    """
+
+    row_multiple = 1
 
     def replace(self, decoder: Decoder, dtype: torch.dtype) -> None:
         _replace(decoder, FORMATS[self.quantization], dtype, fixed_tile=True)

@@ -29,12 +29,13 @@ from torch import Tensor
 from model.devices.blocks import BLOCK
 from model.devices.gpu import EXACT
 from model.devices.gpu.launches import in_place, join_parts
-from model.devices.gpu.tiles import part_of
 
 OUTPUTS, INPUTS = 64, 128
 """Of a tile, at most. Storage is rounded up to them."""
 PROGRAMS = 384
 """As many are wanted at least: three for each of the 58 to 132 processors of most GPUs."""
+LEAST_PART = 512
+"""Inputs of a part, below which a program's beginning and end would be most of it."""
 MOST_ROWS = 512
 """Up to so many rows are multiplied by the kernel, whose time grows with each tile of rows; for
 more the matrix is dequantized once."""
@@ -231,7 +232,7 @@ def _multiply(
 ) -> None:
     numbers_Nj, scales_BN, minima_BN, num_outputs, num_inputs = weights
     num_rows, (num_blocks, stored_rows) = len(x_TI), scales_BN.shape
-    part = part_of(num_inputs, -(-num_outputs // OUTPUTS), PROGRAMS, INPUTS)
+    part = part_of(num_inputs, num_outputs)
     parts = -(-num_inputs // part)
     sums = y_TO if parts == 1 else y_TO.new_empty(parts, num_rows, num_outputs, dtype=torch.float32)
     # Triton's interpreter multiplies the bit patterns of bfloat16 as integers.
@@ -243,6 +244,15 @@ def _multiply(
     )  # fmt: skip
     if parts > 1:
         join_parts(sums, bias_O, y_TO)
+
+
+def part_of(num_inputs: int, num_outputs: int) -> int:
+    """Inputs of each of a matrix's parts, a multiple of INPUTS: so many parts that there are
+    PROGRAMS. All inputs, where there are as many without.
+    """
+    num_tiles = -(-num_outputs // OUTPUTS)
+    parts = max(1, min(-(-PROGRAMS // num_tiles), num_inputs // LEAST_PART))
+    return -(-num_inputs // (parts * INPUTS)) * INPUTS
 
 
 def _multiply_dequantized(

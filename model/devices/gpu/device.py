@@ -105,11 +105,9 @@ class GpuDevice(Device):
             return self._block_products(quantization, deterministic)
         if not self._has_kernels:
             return Products(quantization, "cublas")
-        from model.devices.gpu.modules import CublasProducts, TritonProducts
+        from model.devices.gpu.modules import CublasProducts, SlabProducts
 
-        if deterministic:
-            return TritonProducts(quantization, "triton")
-        return CublasProducts(quantization, "cublas")
+        return (SlabProducts if deterministic else CublasProducts)(quantization, "cublas")
 
     def _block_products(self, quantization: str, deterministic: bool) -> Products:
         if not self._has_kernels:

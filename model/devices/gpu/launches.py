@@ -10,7 +10,6 @@ query heads, d columns of a head, F intermediate size, E twice that, S rows of l
 """
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,58 +17,13 @@ from torch import Tensor
 
 from model.devices.gpu import EXACT
 from model.devices.gpu import rows as kernels
-from model.devices.gpu.products import join, product
-from model.devices.gpu.tiles import choose, part_of
+from model.devices.gpu.products import join
 from model.layers import Branch
 
 ADDRESS_MULTIPLE = 16
-PROGRAMS_PER_PROCESSOR = 2
-"""One computes while the other loads its next tile."""
-INTERPRETED_PROGRAMS = 3
-PARTED_PROGRAMS = 128
-"""Of a tile of rows, below which a matrix's inputs are divided into parts. Not of the GPU at hand:
-parts determine the order of sums."""
 JOINED_AT_ONCE = 1024
 GATE_BLOCK = 1024
 SUMMARY_BLOCK = 4096
-
-
-def multiply(
-    x_TGI: Tensor,
-    weight_GOI: Tensor,
-    bias_O: Tensor | None = None,
-    activation: str = "none",
-    gated: bool = False,
-) -> Tensor:
-    """activation(x W^T + b) of every group; gated, activation(first half of the outputs) * second
-    half. -> y_TGO
-    """
-    num_rows, num_groups, num_inputs = x_TGI.shape
-    num_outputs = weight_GOI.shape[1] // 2 if gated else weight_GOI.shape[1]
-    x_TGI = in_place(x_TGI)
-    y_TGO = x_TGI.new_empty(num_rows, num_groups, num_outputs)
-    if not num_rows:
-        return y_TGO
-    tile = choose(num_outputs, x_TGI.element_size())
-    tiles_of_row, num_programs = -(-num_outputs // tile.columns), _num_programs(x_TGI.device)
-    num_tiles = -(-num_rows // tile.rows) * tiles_of_row
-    part = num_inputs
-    if num_groups == 1 and not gated:  # Else there are more tiles.
-        part = part_of(num_inputs, tiles_of_row, PARTED_PROGRAMS, tile.depth)
-    apart = part < num_inputs and num_tiles < num_programs
-    parts = -(-num_inputs // part) if apart else 1
-    sums = y_TGO.new_empty(parts, num_rows, num_outputs, dtype=torch.float32) if apart else y_TGO
-    # Triton's interpreter multiplies the bit patterns of bfloat16 as integers.
-    upcast = x_TGI.device.type == "cpu" and x_TGI.dtype is torch.bfloat16
-    product[(min(num_tiles, num_programs), num_groups, parts)](
-        x_TGI, weight_GOI, bias_O, sums, num_rows,
-        num_groups, num_inputs, num_outputs, *weight_GOI.stride(), part, apart, activation, gated,
-        upcast,
-        tile.rows, tile.columns, tile.depth, num_warps=tile.warps, num_stages=tile.stages, **EXACT,
-    )  # fmt: skip
-    if apart:
-        join_parts(sums, bias_O, y_TGO, activation)
-    return y_TGO
 
 
 def join_parts(sums: Tensor, bias_O: Tensor | None, y: Tensor, activation: str = "none") -> None:
@@ -197,11 +151,3 @@ def in_place(x: Tensor) -> Tensor:
         if x.data_ptr() % ADDRESS_MULTIPLE == 0
         else x.clone(memory_format=torch.contiguous_format)
     )
-
-
-@cache
-def _num_programs(device: torch.device) -> int:
-    """Enough programs to occupy the device. Their number does not affect results."""
-    if device.type == "cpu":
-        return INTERPRETED_PROGRAMS
-    return PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
