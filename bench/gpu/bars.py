@@ -272,10 +272,6 @@ def numbers(found: Found) -> list[Check]:
     )
     what = f"bfloat16 logits: within {ROUNDING:g} times what bfloat16 does to the reference"
     checks.append(Check(what, distance is not None and distance <= allowed, words))
-    checks.append(greedy(found))
-    for heads, rows in (at(found, "numerics/kernel") or {"every model": {}}).items():
-        words = f"{rows['differ']} of {rows['rows']} rows differ" if "differ" in rows else MISSING
-        checks.append(Check(f"kernel of {heads}: batch-invariant", rows.get("differ") == 0, words))
     if "refused" in engine:
         return checks
     words = (
@@ -287,27 +283,6 @@ def numbers(found: Found) -> list[Check]:
         *checks,
         Check("engine.deterministic: batch-invariant", engine.get("differ") == 0, words),
     ]
-
-
-def greedy(found: Found) -> Check:
-    """A different token passes if the gap between the two logits is within twice the measured error
-    of logits.
-    """
-    figures: Found = at(found, "numerics/greedy") or {}
-    distance = at(found, "numerics/logits/float32")
-    different, gap = figures.get("first_difference"), figures.get("gap")
-    words, holds = MISSING, figures.get("tokens", 0) == figures.get("asked")
-    if "tokens" in figures:
-        words = f"{figures['tokens']} tokens"
-    if different is not None:
-        allowed = 0.0 if distance is None else 2 * min(distance, EXACT)
-        explained = gap is not None and gap <= allowed
-        holds = holds and explained
-        words = (
-            f"token {different} differs, by {gap:.3g} of a logit; distances of logits explain "
-            f"{allowed:.3g}"
-        )
-    return Check("greedy tokens in float32: the CPU's reference's", holds, words)
 
 
 BARS = {

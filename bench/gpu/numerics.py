@@ -1,5 +1,5 @@
-"""Numerical checks on the embedded model and one kernel: logits and greedy tokens against the CPU's
-reference, and each request alone against the same request in a batch.
+"""Checks on the embedded model: logits against the CPU's reference, and each request alone against
+the same request in a batch.
 
 The reference is the decoder over the backend `reference` in float32 on the CPU, the whole text at
 once: nothing is kept between tokens.
@@ -14,11 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bench.gpu.attention import SMALL_HEADS, Problem, backend_name
-from bench.gpu.common import HEADS, Part, engine, pages_of
+from bench.gpu.attention import backend_name
+from bench.gpu.common import Part, engine, pages_of
 from cache.layout import CacheLayout
 from cache.pool import KVPool
-from commands.bench.closed_loop import ClosedLoop
 from model.batch import build_batch
 from model.checkpoint.families import read_spec
 from model.checkpoint.weights import load_decoder
@@ -26,7 +25,6 @@ from model.devices import create_backend, find_device
 from model.devices.products import Products
 from model.spec import OptionError
 from model.step import Row, StepPlan
-from tests.support.checks import Found
 from tests.support.conditions import Engine, alone, batches, compare, make_cases
 from tests.support.paths import EMBEDDED
 
@@ -102,39 +100,6 @@ def logits(part: Part, reference: Model) -> None:
     part.note("logits", distances | {"tokens": len(ids), "largest": float(expected_TV.abs().max())})
 
 
-def greedy(part: Part, reference: Model) -> None:
-    """The engine's tokens in float32, and where the reference first prefers another, by how
-    much.
-    """
-    count = 12 if part.small else 200
-    ids = prompt(16)
-    core, _ = engine(part, EMBEDDED, dtype="float32", pages=64)
-    outcomes, _ = ClosedLoop(core, count, lambda: None).run(1, [ids])
-    tokens = outcomes[0].token_ids
-    found: Found = {"tokens": len(tokens), "asked": count, "first_difference": None, "gap": None}
-    for number, token in enumerate(tokens):
-        logits_V = reference.logits(ids + tokens[:number], last=1)[0]
-        if int(logits_V.argmax()) != token:
-            found |= {"first_difference": number, "gap": float(logits_V.max() - logits_V[token])}
-            break
-    part.note("greedy", found)
-
-
-@torch.inference_mode()
-def kernel_alone(part: Part) -> None:
-    """Rows of the decode kernel that differ in a bit when they are computed by themselves."""
-    heads, count, most = (SMALL_HEADS[:1], 3, 100) if part.small else (HEADS, COMPANY, 5000)
-    contexts = [random.Random(i).randint(1, most) for i in range(count)]
-    for num_heads, head_dim in heads:
-        with part.guarded(f"kernel/{num_heads}x{head_dim}"):
-            problem = Problem(num_heads, head_dim, contexts, part.dtype, part.device)
-            together = problem.ours()(0)
-            differ = sum(
-                not torch.equal(problem.ours([i])(0)[0], together[i]) for i in range(len(contexts))
-            )
-            part.note(f"kernel/{num_heads}x{head_dim}", {"rows": len(contexts), "differ": differ})
-
-
 def engine_alone(part: Part) -> None:
     """Requests whose tokens or log-probabilities differ in a bit between a batch of one and a
     larger one.
@@ -159,8 +124,5 @@ def measure(part: Part) -> None:
     reference = Model(torch.float32, "cpu", "reference")
     with part.guarded("logits"):
         logits(part, reference)
-    with part.guarded("greedy"):
-        greedy(part, reference)
-    kernel_alone(part)
     with part.guarded("engine"):
         engine_alone(part)

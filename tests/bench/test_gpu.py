@@ -22,7 +22,6 @@ import pytest
 import torch
 
 from bench import launch_costs
-from bench.gpu import expected
 from bench.gpu import run as gpu
 from bench.gpu.archive import Archive, read
 from bench.gpu.attention import PAGE_SIZE, Problem, flashinfer, flex, layers_of, sdpa
@@ -78,42 +77,6 @@ def test_the_workload_and_its_floor() -> None:
     assert workload_seconds(
         STARCODER_1B, lengths, workload.outputs, Ceilings(2.039e12, 312e12)
     ) == pytest.approx(2.91, abs=0.006)
-
-
-def test_expected_steps_are_those_that_were_measured_and_an_h200_is_faster_by_bytes_alone() -> None:
-    for engine in expected.ENGINES:
-        for rows, keys in expected.KEYS.items():
-            assert sum(expected.pieces(engine, rows, keys).values()) == pytest.approx(
-                engine.steps[rows]
-            )
-    (here, there) = (
-        expected.pieces(expected.CHANGED, 256, 256 * 840, limits)
-        for limits in (expected.H100, expected.H200)
-    )
-    rows = 256
-    keys_bytes = rows * 840 * STARCODER_1B.key_bytes
-    gain = keys_bytes * (1 / expected.H100.bandwidth - 1 / expected.H200.bandwidth) * 1e6
-    assert here["attention with store and join"] - there[
-        "attention with store and join"
-    ] == pytest.approx(gain)
-    assert {name for name in here if here[name] == there[name]} == {
-        "add + norm",
-        "draw",
-        "rest and gaps",
-    }
-
-
-def test_the_expected_share_of_the_floor() -> None:
-    """Beside what the trials' own model says of the device alone: 61 % with the five changes."""
-    workload = nano_vllm(*WORKLOADS[False])
-    floor = workload_seconds(
-        STARCODER_1B, list(map(len, workload.prompts)), workload.outputs, expected.H100
-    )
-    totals, lost = expected.workload_of(expected.CHANGED, workload, expected.H100)
-    assert floor / sum(totals.values()) == pytest.approx(0.60, abs=0.01) and lost < 0.005
-    lines = [line.split("  ") for line in expected.report().splitlines()]
-    (shares,) = (line for line in lines if line[0] == "expected: share of the floor")
-    assert [word.strip() for word in shares[1:] if word.strip()] == ["45%", "60%", "38%", "51%"]
 
 
 def test_the_model_has_starcoderbase_1b_s_shape(tmp_path: Path) -> None:
@@ -179,7 +142,6 @@ WHOLE: dict[str, Any] = {
     },
     "numerics": {
         "logits": {"float32": 1e-4, "bfloat16": 0.3, "reference_bfloat16": 0.2, "largest": 14.0},
-        "greedy": {"tokens": 200, "asked": 200, "first_difference": None, "gap": None},
         "kernel": {"16x128": {"rows": 16, "differ": 0}},
         "engine": {"differ": 0, "requests": 32, "first_difference": None},
     },
@@ -207,12 +169,6 @@ MUTANTS: dict[str, tuple[Any, ...]] = {
     "peers/continuous/failed": ("status 1", "every part ran whole"),
     "numerics/logits/float32": (2e-3, "float32 logits"),
     "numerics/logits/bfloat16": (0.5, "bfloat16 logits"),
-    "numerics/greedy": (
-        {"tokens": 200, "asked": 200, "first_difference": 17, "gap": 2.1e-4},
-        "greedy tokens",
-    ),
-    "numerics/greedy/tokens": (199, "greedy tokens"),
-    "numerics/kernel/16x128/differ": (1, "kernel of 16x128"),
     "numerics/engine/differ": (1, "engine.deterministic"),
     "numerics/engine": ({"failed": "MemoryError"}, "every part ran whole", "engine.deterministic"),
 }
@@ -246,13 +202,6 @@ def test_what_cannot_be_judged_costs_no_other_bar() -> None:
     assert (
         len(bars(found, list(WHOLE), judged=True)) == len(bars(WHOLE, list(WHOLE), judged=True)) - 3
     )
-
-
-def test_a_greedy_difference_that_the_logits_explain_holds() -> None:
-    found = deepcopy(WHOLE)
-    found["numerics"]["greedy"] |= {"first_difference": 17, "gap": 1.9e-4}
-    (check,) = (check for check in bars(found, list(WHOLE), judged=True) if "greedy" in check.what)
-    assert check.holds and "token 17 differs" in check.found and "explain" in check.found
 
 
 def test_a_floor_that_nobody_can_beat_and_a_share_of_the_copy() -> None:

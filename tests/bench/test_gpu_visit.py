@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import zipfile
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.gpu import attention, check, embedded_model, profile, sweep
+from bench.gpu import attention, check, embedded_model, profile
 from bench.gpu.archive import read
 from bench.gpu.attention import Problem
 from bench.gpu.common import Part, make_checkpoint
@@ -156,16 +155,6 @@ def test_the_profile_of_a_step(part: Part) -> None:
             "seconds": 0,
             "calls": 0,
         }
-
-
-@pytest.mark.skipif(
-    find_spec("triton") is not None,
-    reason="Triton is installed, and its interpreter is chosen when a process starts",
-)
-def test_without_triton_there_is_nothing_to_sweep(part: Part) -> None:
-    sweep.measure(part)
-    (configurations,) = part.found.values()
-    assert len(configurations) == 2 and all("missing" in found for found in configurations.values())
 
 
 # --- the embedded model

@@ -180,14 +180,9 @@ def _store_token(drawn_ptr, results_ptr, model_ptr, row, token, normaliser, mode
 
 @triton.jit
 def _join(
-    start_ptr,
-    settings_ptr,
-    part_ptr,
-    num_blocks,
-    COLUMNS: tl.constexpr,
-    BLOCK_B: tl.constexpr,
+    start_ptr, settings_ptr, part_ptr, num_blocks, COLUMNS: tl.constexpr, BLOCK_B: tl.constexpr,
     NUM_PARTS: tl.constexpr,
-):
+):  # fmt: skip
     """Of a row, by its parts: the token, the logarithm of the sum of exponentials, the largest
     logit, whether states are finite.
     """
@@ -225,16 +220,9 @@ def _join(
         ):
             anywhere = tl.zeros([], tl.uint32)
             token = _race(
-                start_ptr,
-                settings_ptr,
-                largest,
-                anywhere,
-                anywhere,
-                COLUMNS,
-                COLUMNS,
+                start_ptr, settings_ptr, largest, anywhere, anywhere, COLUMNS, COLUMNS, BLOCK_B,
                 BLOCK_B,
-                BLOCK_B,
-            )
+            )  # fmt: skip
     normaliser = tl.log(tl.sum(tl.exp(peak_P - largest) * total_P, 0)) + largest
     return tl.minimum(token, COLUMNS - 1), normaliser, largest, tl.min(finite_P, 0)
 
@@ -291,17 +279,9 @@ def draw(
     tl.store(part_ptr + 3 * NUM_PARTS + block, finite)
     if inverse > 0.0:
         fastest, winner = _fastest(
-            a_Q * inverse,
-            b_Q * inverse,
-            c_Q * inverse,
-            d_Q * inverse,
-            settings_ptr,
-            block,
-            index_Q,
-            index_Q,
-            QUARTER,
-            BLOCK_B,
-        )
+            a_Q * inverse, b_Q * inverse, c_Q * inverse, d_Q * inverse, settings_ptr, block,
+            index_Q, index_Q, QUARTER, BLOCK_B,
+        )  # fmt: skip
         tl.store(part_ptr + 4 * NUM_PARTS + block, fastest.to(tl.int32, bitcast=True))
         tl.store(part_ptr + 5 * NUM_PARTS + block, first + winner)
     # All threads' stores come before the counting, which one thread does.
@@ -430,8 +410,7 @@ def confine(
     settings_ptr += row * SETTINGS
     results_ptr += row * RESULTS
     inverse, first_token = _float(settings_ptr), tl.load(results_ptr)
-    token = first_token
-    normaliser, largest = _float(results_ptr + 2), _float(results_ptr + 3)
+    token, normaliser, largest = first_token, _float(results_ptr + 2), _float(results_ptr + 3)
     searching = (tl.abs(normaliser) < float("inf")) & (tl.abs(largest) < float("inf"))
     last, ties = tl.full([], float("-inf"), tl.float32), tl.zeros([], tl.int32)
     if searching & (top_k > 0) & (top_k < COLUMNS):
@@ -439,10 +418,8 @@ def confine(
     lowest = _order(last)
     while searching:
         bound = _order(tl.load(start_ptr + token).to(tl.float32))
-        rank_B = tl.zeros([SIZE], tl.int32)
-        before_B = tl.zeros([SIZE], tl.int64)
-        total_B = tl.zeros([SIZE], tl.int64)
-        tie_B = tl.zeros([SIZE], tl.int64)
+        rank_B, before_B = tl.zeros([SIZE], tl.int32), tl.zeros([SIZE], tl.int64)
+        total_B, tie_B = before_B, before_B
         for first in range(0, COLUMNS, SIZE):
             x_B = _block(start_ptr, first + index_B, COLUMNS)
             order_B, mass_B = _order(x_B), _mass(x_B, largest, inverse, UNIT)
