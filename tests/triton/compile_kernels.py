@@ -26,13 +26,16 @@ from model.devices.gpu.attention.configurations import (
     FEW_ROWS,
     MANY_ROWS,
     TABLE,
+    Sizes,
     choose,
     choose_chunks,
     choose_decode,
+    fitted,
 )
 from model.devices.gpu.attention.decode import decode
 from model.devices.gpu.attention.fast import decode_sizes_of
 from model.devices.gpu.drawing import DRAW_WARPS, FILTER_SIZE, FILTER_WARPS
+from tests.triton import SHARED_KIB
 
 MULTIPLIES = "mma.sync", "wgmma.mma_async", "tcgen05.mma", "fma.rn.f32"
 LOADS = (
@@ -317,6 +320,7 @@ def compile_blocks(architecture: int, form: str) -> None:
 def compile_attention(architecture: int, line: int, window: int, stored: bool) -> None:
     """With a window only what differs."""
     most_heads, columns, size, configuration = TABLE[line]
+    configuration = fitted(configuration, wanted_sizes(architecture, most_heads, columns, size))
     num_d, num_r = LATENT.get(columns, (columns, 0))
     constants = sizes_of(min(most_heads, 128), (num_d, num_r, num_d), configuration) | {
         "BLOCK_C": JOINED_AT_ONCE,
@@ -338,16 +342,23 @@ def compile_attention(architecture: int, line: int, window: int, stored: bool) -
         )
         tell(
             {"line": line, "turns": not others, "window": window, "architecture": architecture}
+            | {"rows": configuration.rows}
             | found
         )
+
+
+def wanted_sizes(architecture: int, heads: int, columns: int, size: int) -> Sizes:
+    value_dim = 0 if columns in LATENT else columns
+    return Sizes(heads, columns, value_dim, size, 64, SHARED_KIB[architecture] * 1024)
 
 
 def compile_fast(architecture: int, shape: int, window: int, stored: bool, size: int) -> None:
     """The decode kernel for every class of rows, and the kernel for many tiles."""
     heads, columns = SHAPES[shape]
     num_d, num_r = LATENT.get(columns, (columns, 0))
-    shared = choose(heads, columns, size, 64)
-    assert shared is not None
+    wanted = wanted_sizes(architecture, heads, columns, size)
+    common = choose(wanted)
+    assert common is not None
     constants: dict[str, Any] = {
         "PAGE": 64,
         "VALUE_IN_KEY": num_r > 0,
@@ -358,10 +369,7 @@ def compile_fast(architecture: int, shape: int, window: int, stored: bool, size:
     constants |= {"cosine_ptr": None, "sine_ptr": None} if num_r else {}
     pointers = POINTERS | (FLOAT8 if stored else {})
     told = {"shape": f"{heads}x{columns}", "window": window, "architecture": architecture}
-    classes = [
-        choose_decode(shared, heads, columns, size, 64, num_rows)
-        for num_rows in (1, FEW_ROWS, MANY_ROWS)
-    ]
+    classes = [choose_decode(common, wanted, num_rows) for num_rows in (1, FEW_ROWS, MANY_ROWS)]
     # Classes that differ in their splits alone have the same code.
     for decoding in {(each.groups, each.keys): each for each in classes}.values():
         # In a captured step without a window, else beside chunks.
@@ -380,7 +388,7 @@ def compile_fast(architecture: int, shape: int, window: int, stored: bool, size:
                 decode, NUMBERS[size], architecture, sizes | absent, decoding.options, pointers
             )
             tell(told | {"rows": decoding.rows, "groups": decoding.groups, "size": size} | found)
-    chunks = choose_chunks(columns, size, 64)
+    chunks = choose_chunks(wanted)
     sizes = sizes_of(heads, (num_d, num_r, num_d), chunks) | constants | LISTED
     found = compiled(kernels.attend, NUMBERS[size], architecture, sizes, chunks.options, pointers)
     tell(told | {"rows": chunks.rows, "groups": 1, "size": size} | found)

@@ -25,7 +25,7 @@ from tests.trials.recorded_corpus import free_port
 
 TOPIC = "kv@10.0.0.1@model"
 PAGE = 16
-MOMENTS = 250
+MOMENTS = 120
 SMALL_POOL = 98
 """A history of 12 pages and up to 6 sequences that run."""
 

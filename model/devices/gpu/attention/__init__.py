@@ -6,23 +6,41 @@ Invariant: of the backend `triton` a token's output depends on its own sequence 
 imported when a backend is created.
 """
 
+from typing import Any
+
+import torch
+
 from cache.pool import KVPool
 from model.devices.backend import Backend
-from model.devices.gpu.attention.configurations import Configuration, choose
+from model.devices.gpu.attention.configurations import LARGEST_SHARED, Sizes, choose
+
+
+def sizes_of_pool(pool: KVPool, num_heads: int) -> Sizes:
+    """What a model with this pool, and the pool's card, ask of a configuration."""
+    device, value_dim = pool.keys_LPSd.device, pool.values_LPSv.shape[-1]
+    shared = LARGEST_SHARED
+    if device.type == "cuda":
+        # torch's annotations lack it.
+        properties: Any = torch.cuda.get_device_properties(device)
+        shared = properties.shared_memory_per_block_optin
+    return Sizes(
+        num_heads,
+        pool.keys_LPSd.shape[-1],
+        0 if pool.value_in_key else value_dim,
+        pool.compute_dtype.itemsize,
+        pool.page_size,
+        shared,
+    )
 
 
 def supports(pool: KVPool, num_heads: int) -> bool:
     """Whether there is a configuration for these pages and heads."""
-    return _configuration(pool, num_heads) is not None
+    return choose(sizes_of_pool(pool, num_heads)) is not None
 
 
 def create(pool: KVPool, scale: float, num_heads: int) -> Backend:
     from model.devices.gpu.attention.backend import TritonBackend
 
-    configuration = _configuration(pool, num_heads)
+    configuration = choose(sizes_of_pool(pool, num_heads))
     assert configuration is not None
     return TritonBackend(pool, scale, num_heads, configuration)
-
-
-def _configuration(pool: KVPool, num_heads: int) -> Configuration | None:
-    return choose(num_heads, pool.keys_LPSd.shape[-1], pool.compute_dtype.itemsize, pool.page_size)

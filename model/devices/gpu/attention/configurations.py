@@ -6,11 +6,12 @@ of a tile determine the tensor core instruction, and another instruction may rou
 that a token's output would depend on whether it is computed alone or in a chunk. Otherwise single
 tokens and chunks have each their own.
 
-Shared memory holds a tile's queries and some blocks of keys with their values: within 163 KiB on
-sm_80, 227 on sm_90 and sm_100 (checked in tests/triton/test_compile.py). The load of a block
-depends on the load of its page number, and Triton's pipeline puts half of its stages between the
-two: with fewer than five stages no block is loaded while another is computed. Latents have no room
-for five.
+Shared memory holds a tile's queries and some blocks of keys with their values. The tables are for
+163 KiB and more (compute capability 8.0, 9.0, 10.0); for cards with 99 (8.6, 8.9, 12.0) `fitted`
+lets fewer blocks be on their way, or halves the tile, which tests/triton/test_compile.py checks for
+all of them. The load of a block depends on the load of its page number, and Triton's pipeline puts
+half of its stages between the two: with fewer than five stages no block is loaded while another is
+computed. Latents have no room for five.
 """
 
 from dataclasses import dataclass, replace
@@ -69,24 +70,74 @@ TABLE = (
 )
 
 
-def choose(num_heads: int, key_dim: int, itemsize: int, page_size: int) -> Configuration | None:
+LARGEST_SHARED = 227 * 1024
+"""Bytes of shared memory of a program, of the cards that have the most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a model and a card ask of a configuration."""
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    """Columns of a value that are stored apart from its key's; 0 where they are some of these."""
+    itemsize: int
+    """Bytes of a number of the query dtype."""
+    page_size: int
+    shared: int = LARGEST_SHARED
+    """Bytes of shared memory that a program may have."""
+
+
+def fitted(found: Configuration, sizes: Sizes) -> Configuration:
+    """The configuration with fewer blocks on their way, or with fewer rows, as far as the card's
+    shared memory demands it. As compiled by Triton 3.7.1 it holds a tile's queries, the blocks that
+    are loaded while one is computed, and 64 bytes a row.
+    """
+    key_dim, value_dim = sizes.key_dim, sizes.value_dim
+    if value_dim:
+        # Blocks have as many columns as the next power of two.
+        key_dim, value_dim = (1 << (columns - 1).bit_length() for columns in (key_dim, value_dim))
+    row_bytes = key_dim * sizes.itemsize + 64
+    block_bytes = found.keys * (key_dim + value_dim) * sizes.itemsize
+    num_blocks = max(1, found.stages - 1 if found.ahead else found.stages // 2)
+    while found.rows * row_bytes + num_blocks * block_bytes > sizes.shared:
+        if num_blocks > 1:
+            num_blocks -= 1
+            found = replace(found, stages=num_blocks + 1 if found.ahead else 2 * num_blocks + 1)
+        elif found.rows > LEAST_ROWS:
+            found = replace(found, rows=found.rows // 2)
+        else:
+            break
+    return found
+
+
+def choose(sizes: Sizes) -> Configuration | None:
     """The configuration of a model, or None if there is none: the key is too wide, or no block fits
     into a page.
     """
+    page_size = sizes.page_size
     if page_size < 16 or page_size & (page_size - 1):
         return None
     for most_heads, most_columns, size, found in TABLE:
-        if num_heads <= most_heads and key_dim <= most_columns and itemsize == size:
+        if (
+            sizes.num_heads <= most_heads
+            and sizes.key_dim <= most_columns
+            and sizes.itemsize == size
+        ):
             keys = min(found.keys, page_size)
-            return replace(
+            found = replace(
                 found,
                 keys=keys,
                 split=max(found.split, keys),
                 short_split=max(found.short_split, keys),
             )
+            return fitted(found, sizes)
     return None
 
 
+LEAST_ROWS = 16
+"""Rows of the smallest multiplication of matrices."""
 WHOLE = 2**30
 """Keys of a split where nothing is split."""
 CHUNKS = (
@@ -106,14 +157,14 @@ FEW_ROWS, MANY_ROWS = 48, 192
 different configurations."""
 
 
-def choose_chunks(key_dim: int, itemsize: int, page_size: int) -> Configuration:
+def choose_chunks(sizes: Sizes) -> Configuration:
     """The configuration for many tiles of a model for which `choose` finds one."""
     found = next(
         found
         for most_columns, size, found in CHUNKS
-        if key_dim <= most_columns and itemsize == size
+        if sizes.key_dim <= most_columns and sizes.itemsize == size
     )
-    return replace(found, keys=min(found.keys, page_size))
+    return fitted(replace(found, keys=min(found.keys, sizes.page_size)), sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,19 +189,13 @@ class DecodeConfiguration:
         return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.most_registers}
 
 
-def choose_decode(
-    shared: Configuration,
-    num_heads: int,
-    key_dim: int,
-    itemsize: int,
-    page_size: int,
-    num_rows: int,
-) -> DecodeConfiguration:
+def choose_decode(common: Configuration, sizes: Sizes, num_rows: int) -> DecodeConfiguration:
     """The configuration for single tokens of a step of so many rows, of a model that `choose` gives
-    `shared`.
+    `common`.
     """
     split = 256 if num_rows < FEW_ROWS else 1024
-    if num_heads <= 16 and key_dim <= 128 and itemsize == 2 and page_size >= 64:
+    is_small = sizes.num_heads <= 16 and sizes.key_dim <= 128 and sizes.itemsize == 2
+    if is_small and sizes.page_size >= 64:
         # Measured for 16 heads of 128 columns on an H100.
         return (
             DecodeConfiguration(16, 4, 16, split, 4, 3)
@@ -158,13 +203,13 @@ def choose_decode(
             else DecodeConfiguration(16, 1, 32, split, 1, 4)
         )
     # More heads or columns leave a warp no registers for keys of its own.
-    split = max(split, shared.keys)
+    split = max(split, common.keys)
     return DecodeConfiguration(
-        shared.rows,
+        common.rows,
         1,
-        shared.keys,
+        common.keys,
         split,
-        shared.warps,
-        min(shared.stages, 3),
-        shared.most_registers,
+        common.warps,
+        min(common.stages, 3),
+        common.most_registers,
     )

@@ -25,6 +25,7 @@ from cache.pool import KVPool
 from model.batch import Batch
 from model.decode import DecodeTable
 from model.devices.gpu import upload
+from model.devices.gpu.attention import sizes_of_pool
 from model.devices.gpu.attention.backend import (
     Columns,
     GroupPlan,
@@ -74,8 +75,8 @@ class FastBackend:
     ) -> None:
         self.pool, self.num_heads = pool, num_heads
         self.tiles = TritonBackend(pool, scale, num_heads, configuration)
-        self._key_dim, self._itemsize = pool.keys_LPSd.shape[-1], pool.compute_dtype.itemsize
-        self.chunks = choose_chunks(self._key_dim, self._itemsize, pool.page_size)
+        self._sizes = sizes_of_pool(pool, num_heads)
+        self.chunks = choose_chunks(self._sizes)
         self.counters = torch.zeros(
             self.tiles.capacity, dtype=torch.int32, device=pool.keys_LPSd.device
         )
@@ -177,14 +178,7 @@ class FastBackend:
         place, num_rows, tiles = self.pool.layout.places[layer], len(rows.positions_B), self.tiles
         group, tables_BW = self.pool.layout.groups[place.group], rows.tables_BW[place.group]
         keys, values = self.pool.layer(layer)
-        configuration = choose_decode(
-            tiles.configuration,
-            self.num_heads,
-            self._key_dim,
-            self._itemsize,
-            self.pool.page_size,
-            num_rows,
-        )
+        configuration = choose_decode(tiles.configuration, self._sizes, num_rows)
         num_tiles = num_rows * pages_for(self.num_heads, configuration.rows)
         # Of a power of two, so that few numbers of rows differ in it.
         most_splits = max(
@@ -228,8 +222,6 @@ def decode_sizes_of(
 
 
 def create(pool: KVPool, scale: float, num_heads: int) -> FastBackend:
-    configuration = choose(
-        num_heads, pool.keys_LPSd.shape[-1], pool.compute_dtype.itemsize, pool.page_size
-    )
+    configuration = choose(sizes_of_pool(pool, num_heads))
     assert configuration is not None
     return FastBackend(pool, scale, num_heads, configuration)
