@@ -48,7 +48,10 @@ def find_device(name: str) -> Device:
                 f"engine.device is {name}, and no GPU can be used: {card.absence()}; for the CPU, "
                 "--engine.device cpu"
             )
-    return device_class("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")()
+    found = device_class("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")()
+    if refused := found.refusal():
+        raise OptionError(f"engine.device is {name}: {refused}; for the CPU, --engine.device cpu")
+    return found
 
 
 def create_backend(name: str, pool: KVPool, scale: float, num_heads: int) -> Backend:

@@ -191,6 +191,10 @@ class Device:
     def use_threads(self, count: int) -> None:
         """Sets the number of threads where torch's own threads compute; 0 leaves it as it is."""
 
+    def refusal(self) -> str:
+        """Why a model cannot be served on it; empty where one can."""
+        return ""
+
     def check_float8(self) -> None:
         """Raises OptionError where the hardware cannot compute over a cache in float8."""
 

@@ -34,7 +34,7 @@ from model.runner.cuda_graphs import CudaGraphs, ListedBackend, rounded_up
 from model.runner.pending_step import PendingStep
 from model.sampling import Scores, begin_draw
 from model.spec import ModelSpec, OptionError
-from model.step import PENDING, Row, Sample, Sampling, StepPlan, StepResult
+from model.step import PENDING, Row, Sample, Sampling, Scoring, StepPlan, StepResult
 
 META = torch.device("meta")
 SCORED_AT_ONCE = 128
@@ -234,6 +234,8 @@ class ModelRunner:
             SORTING,
         ):
             self.run(StepPlan((Row(0, [0], longest - 1, pages, Sample(sampling, (), ())),)))
+        if longest > 1:
+            self.run(StepPlan((Row(0, [0, 0], 0, pages, None, Scoring(0, [0], 0)),)))
         # A step of few tokens would be captured. Its kernels also serve where there is no graph:
         # behind long prompts, and with scores.
         graphs, self._graphs = self._graphs, None

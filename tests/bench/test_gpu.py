@@ -142,7 +142,6 @@ WHOLE: dict[str, Any] = {
     },
     "numerics": {
         "logits": {"float32": 1e-4, "bfloat16": 0.3, "reference_bfloat16": 0.2, "largest": 14.0},
-        "kernel": {"16x128": {"rows": 16, "differ": 0}},
         "engine": {"differ": 0, "requests": 32, "first_difference": None},
     },
 }

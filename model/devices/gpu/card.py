@@ -7,11 +7,15 @@ model.
 
 import os
 import re
+import sysconfig
 from pathlib import Path
+from shutil import which
 
 import torch
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+LEAST_CAPABILITY = 8, 0
+"""Compute capability of the first GPUs that multiply bfloat16, which Triton needs too."""
 DRIVER = Path("/proc/driver/nvidia/version")
 """There where NVIDIA's driver is loaded, also in containers."""
 HIDDEN = "", "-1", "NoDevFiles"
@@ -19,12 +23,13 @@ HIDDEN = "", "-1", "NoDevFiles"
 
 
 def is_missed() -> bool:
-    """Whether CUDA_VISIBLE_DEVICES names a card of a machine with a driver, and torch finds none.
-    To compute on the CPU instead would hide a mistake.
+    """Whether a machine has a driver and its cards are not hidden, and torch finds none: the driver
+    may be too old, or CUDA_VISIBLE_DEVICES names another card. To compute on the CPU instead would
+    hide a mistake.
     """
-    named = os.environ.get(VISIBLE, "").strip() not in HIDDEN
+    hidden = os.environ.get(VISIBLE, "all").strip() in HIDDEN
     return (
-        named
+        not hidden
         and torch.version.cuda is not None
         and DRIVER.exists()
         and not torch.cuda.is_available()
@@ -52,6 +57,26 @@ def absence() -> str:
             "lists those that are"
         )
     return reason
+
+
+def shortcoming(device: torch.device) -> str:
+    """Why kernels cannot be compiled for this card, or on this machine; empty where they can."""
+    found = torch.cuda.get_device_properties(device)
+    if (found.major, found.minor) < LEAST_CAPABILITY:
+        needed = ".".join(map(str, LEAST_CAPABILITY))
+        return (
+            f"{found.name} has compute capability {found.major}.{found.minor}, expected {needed} "
+            "or newer"
+        )
+    compilers = os.environ.get("CC") or which("gcc") or which("clang")
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if compilers is None or not header.exists():
+        missing = "a C compiler" if compilers is None else f"Python's headers ({header})"
+        return (
+            f"Triton compiles its launchers, and {missing} cannot be found; install gcc and "
+            "python3-dev"
+        )
+    return ""
 
 
 def description(device: torch.device) -> str:

@@ -123,6 +123,9 @@ class GpuDevice(Device):
             else BlockProducts(quantization, "cublas")
         )
 
+    def refusal(self) -> str:
+        return card.shortcoming(self.torch_device) if self._has_kernels else ""
+
     def check_float8(self) -> None:
         found = torch.cuda.get_device_capability(self.torch_device)
         if found < FLOAT8_CAPABILITY:
