@@ -215,15 +215,22 @@ class Workers:
             writer.transport.abort()
 
     async def _child(self, reader: asyncio.StreamReader) -> int:
-        """The process id of a forked child. Raises _NotForked."""
+        """The process id of a forked child. A forking process that ends meanwhile is replaced: what
+        was sent to it waits for the next one. Raises _NotForked.
+        """
+        reading = asyncio.create_task(reader.readexactly(LENGTH_BYTES))
         try:
             async with asyncio.timeout(FORK_SECONDS):
-                return int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
+                while not (await asyncio.wait([reading], timeout=FORK_PAUSE))[0]:
+                    self.keep_running()
+                return int.from_bytes(reading.result(), "big")
         except TimeoutError:
             self._replace()
             raise _NotForked from None
         except (OSError, EOFError):
             raise _NotForked from None
+        finally:
+            reading.cancel()
 
     async def _watched(
         self, ticket: Ticket, reading: asyncio.Task[Outcome], pid: int, seconds: float, job: AnyJob
