@@ -128,6 +128,10 @@ class Sample(Struct, frozen=True, gc=False):
         """The sampled token's index in the output."""
         return len(self.output) + self.num_unseen
 
+    def after(self, output: Sequence[int]) -> "Sample":
+        """The same after another output, all of which is known."""
+        return replace(self, output=output, num_unseen=0, history=None)
+
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
@@ -168,10 +172,7 @@ class Row(Struct, frozen=True, gc=False):
         drafts, output = self.tokens[len(self.tokens) - self.drafts :], self.sample.output
         return [
             self.sample,
-            *(
-                replace(self.sample, output=[*output, *drafts[: i + 1]], history=None)
-                for i in range(self.drafts)
-            ),
+            *(self.sample.after([*output, *drafts[: i + 1]]) for i in range(self.drafts)),
         ]
 
     def settle(

@@ -167,7 +167,7 @@ def _with_sampled_token(row: Row, drawn: SampledToken | SampleError | None) -> R
     if row.tokens[-1] != PENDING or row.sample is None:
         return row
     token = drawn.token if isinstance(drawn, SampledToken) else NO_TOKEN
-    sample = replace(row.sample, output=[*row.sample.output, token], num_unseen=0)
+    sample = row.sample.after([*row.sample.output, token])
     return replace(row, tokens=[*row.tokens[:-1], token], sample=sample)
 
 

@@ -53,7 +53,7 @@ class DelayedFlight:
         drawn = self.before.drawn[row.sequence]
         token = drawn.token if isinstance(drawn, SampledToken) else NO_TOKEN
         assert row.sample is not None and row.sample.num_unseen == 1
-        sample = replace(row.sample, output=[*row.sample.output, token], num_unseen=0)
+        sample = row.sample.after([*row.sample.output, token])
         return replace(row, tokens=[*row.tokens[:-1], token], sample=sample)
 
 
