@@ -191,9 +191,7 @@ def main() -> int:
         print(f"{name}: skipped, for there is no {lacking}", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch) / "embedded"
-        model.mkdir()
-        for file in EMBEDDED.iterdir():
-            (model / file.name).symlink_to(file)
+        shutil.copytree(EMBEDDED, model)
         (model / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
         servers = (
             LoggedServer(model),
