@@ -203,10 +203,10 @@ async def test_only_a_forking_process_that_is_there_is_killed(
             KILL(first, signal.SIGSTOP)  # It does not answer,
             waiting = asyncio.create_task(run(workers, JOBS[0]))
             await asyncio.sleep(0.05)
+            patch.setattr("server.text.workers.child_process.fork", no_process)
             KILL(first, signal.SIGKILL)  # and ends,
             while alive(first):
                 await asyncio.sleep(0.005)
-            patch.setattr("server.text.workers.child_process.fork", no_process)
             with pytest.raises(OSError, match="unavailable"):
                 workers.keep_running()  # while no other can be started.
             with pytest.raises(Unavailable):
