@@ -376,10 +376,8 @@ def _mass(x, largest, inverse, UNIT: tl.constexpr):
 @triton.jit
 def _lowest(likeliest_ptr, top_k):
     """The last of a row's `top_k` largest numbers, and how many of these are equal to it."""
-    lowest, ties_E = (
-        tl.load(likeliest_ptr + top_k - 1).to(tl.float32),
-        tl.zeros([ENTRIES], tl.int32),
-    )
+    lowest = tl.load(likeliest_ptr + top_k - 1).to(tl.float32)
+    ties_E = tl.zeros([ENTRIES], tl.int32)
     for begin in range(0, top_k, ENTRIES):
         place_E = begin + tl.arange(0, ENTRIES)
         x_E = tl.load(likeliest_ptr + place_E, mask=place_E < top_k, other=float("inf"))
