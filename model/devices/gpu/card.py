@@ -69,7 +69,9 @@ def shortcoming(device: torch.device) -> str:
             "or newer"
         )
     compilers = os.environ.get("CC") or which("gcc") or which("clang")
-    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    # As Triton looks for them: Debian's own Python names a folder that has none.
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    header = Path(sysconfig.get_paths(scheme)["include"]) / "Python.h"
     if compilers is None or not header.exists():
         missing = "a C compiler" if compilers is None else f"Python's headers ({header})"
         return (

@@ -117,7 +117,7 @@ def test_a_card_or_machine_without_what_kernels_need_is_refused(
 ) -> None:
     fake.count = 1
     monkeypatch.setattr("model.devices.gpu.device.find_spec", lambda _: True)
-    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr("sysconfig.get_paths", lambda _: {"include": str(tmp_path)})
     monkeypatch.setattr(card, "which", lambda name: name if name == "gcc" else None)
     monkeypatch.delenv("CC", raising=False)
     with pytest.raises(OptionError, match=r"Python's headers \(.*Python\.h\) cannot be found"):
