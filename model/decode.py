@@ -116,7 +116,7 @@ class DecodeTable:
             table._num_needing = sum(map(needs_more, decode.samples)) if decode.needs_samples else 0
             decode.copy_tables(table.tables)
         drawing = [
-            (row, end, source)
+            (row.sequence, row.pages, row.sample, end - 1, row.tokens[-1], source)
             for row, end, source in zip(rows, ends, sources, strict=True)
             if row.sample is not None
         ]
@@ -127,27 +127,6 @@ class DecodeTable:
                 table._extend(row, others)
         return table
 
-    def _append_all(self, rows: Sequence[Row], ends: Sequence[int], sources: Sequence[int]) -> None:
-        """Adds a line for the last token of each of these rows, which draw and end before `ends`:
-        the same as `append` of each, without its cost of an array's access for each number.
-        """
-        lines = slice(len(self.ids), len(self.ids) + len(rows))
-        samples = [row.sample for row in rows if row.sample is not None]
-        pages = [row.pages for row in rows]
-        self.ids += [row.sequence for row in rows]
-        self.pages += pages
-        self.samples += samples
-        self.positions_R[lines], self.sources_R[lines] = ends, sources
-        self.positions_R[lines] -= 1
-        self.tokens_R[lines] = [row.tokens[-1] for row in rows]
-        self.settings_RN[lines] = settings_SN(samples)
-        self._num_needing += sum(map(needs_more, samples))
-        for group, table in enumerate(self.tables):
-            width = table.shape[1]
-            known = [listed[group][:width] for listed in pages]
-            counts_R1 = np.array([[len(each)] for each in known])
-            table[lines][np.arange(width) < counts_R1] = np.frombuffer(b"".join(known), np.int64)
-
     def __len__(self) -> int:
         return len(self.ids)
 
@@ -155,17 +134,34 @@ class DecodeTable:
         self, id: int, pages: Pages, sample: Sample, position: int, token: int, source: int
     ) -> int:
         """Adds a line and returns its number."""
-        line = len(self.ids)
-        self.ids.append(id)
-        self.pages.append(pages)
-        self.samples.append(sample)
-        self.positions_R[line], self.tokens_R[line], self.sources_R[line] = position, token, source
-        self.settings_RN[line] = settings_SN([sample])[0]
-        self._num_needing += needs_more(sample)
-        for table, listed in zip(self.tables, pages, strict=True):
-            known = listed[: table.shape[1]]
-            table[line, : len(known)] = known
-        return line
+        self._append_all([id], [pages], [sample], [position], [token], [source])
+        return len(self.ids) - 1
+
+    def _append_all(
+        self,
+        ids: Sequence[int],
+        pages: Sequence[Pages],
+        samples: Sequence[Sample],
+        positions: Sequence[int],
+        tokens: Sequence[int],
+        sources: Sequence[int],
+    ) -> None:
+        """Adds lines, one at least, by columns: an array's access takes as long for one number as
+        for hundreds.
+        """
+        lines = slice(len(self.ids), len(self.ids) + len(ids))
+        self.ids += ids
+        self.pages += pages
+        self.samples += samples
+        self.positions_R[lines], self.tokens_R[lines] = positions, tokens
+        self.sources_R[lines] = sources
+        self.settings_RN[lines] = settings_SN(samples)
+        self._num_needing += sum(map(needs_more, samples))
+        for group, table in enumerate(self.tables):
+            width = table.shape[1]
+            known = [listed[group][:width] for listed in pages]
+            counts_R1 = np.array([[len(each)] for each in known])
+            table[lines][np.arange(width) < counts_R1] = np.frombuffer(b"".join(known), np.int64)
 
     def _extend(self, row: Row, count: int) -> None:
         """Adds lines of a row's first tokens, which are those of no sequence's draw."""

@@ -164,19 +164,18 @@ class Redraw(NamedTuple):
 def pack_redraw(rows: Sequence[int], samples: Sequence[Sample], num_tokens: int) -> Redraw:
     """Packs these rows of a step, whose samples are given. `num_tokens`: of the vocabulary."""
     words = _Sections(NUM_CHANGES * len(rows))
-    masks: dict[tuple[int, int], int] = {}
     changes = words.first.reshape(len(rows), NUM_CHANGES)
-    changes[:, 0] = rows
-    changes[:, 1:7] = [_changes(words, sample, num_tokens, masks) for sample in samples]
-    changes[:, 8:11] = np.array(
-        [
+    changes[:, 0], changes[:, 6] = rows, NO_MASK
+    if adjusted := [i for i, sample in enumerate(samples) if is_adjusted(sample)]:
+        masks: dict[tuple[int, int], int] = {}
+        changes[adjusted, 1:7] = [_changes(words, samples[i], num_tokens, masks) for i in adjusted]
+        penalties = [
             (s.repetition_penalty, s.frequency_penalty, s.presence_penalty)
-            for s in (sample.sampling for sample in samples)
-        ],
-        np.float32,
-    ).view(np.int32)
+            for s in (samples[i].sampling for i in adjusted)
+        ]
+        changes[adjusted, 8:11] = np.array(penalties, np.float32).view(np.int32)
     typical = [i for i, sample in enumerate(samples) if is_typical(sample)]
-    is_copied = bool(typical) or any(map(is_adjusted, samples))
+    is_copied = bool(typical or adjusted)
     filtered = [
         i for i, sample in enumerate(samples) if is_filtered(sample) and not is_typical(sample)
     ]

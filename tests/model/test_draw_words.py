@@ -107,7 +107,7 @@ def test_every_row_names_what_is_its_own() -> None:
     assert masks == [[33], [2]]
     assert changes[:, 8:11].copy().view(np.float32).tolist() == [
         [1.5, 0.25, 0.0],
-        [1.0, 0.0, 0.0],
+        [0.0] * 3,
         [1.0, 0.0, 0.5],
         [1.0, 0.0, 0.0],
     ]
