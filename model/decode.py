@@ -38,12 +38,8 @@ def aligned(count: int) -> int:
 
 
 def table_widths(layout: CacheLayout, num_keys: int) -> list[int]:
-    """For each group of layers the length of a line of a page table for `num_keys` tokens on a
-    device.
-    """
-    return [
-        aligned(pages_for(num_keys, layout.page_size) * group.num_stacks) for group in layout.groups
-    ]
+    """For each group of layers the pages of a sequence of `num_keys` tokens."""
+    return [pages_for(num_keys, layout.page_size) * group.num_stacks for group in layout.groups]
 
 
 def lines_of(rows: Sequence[Row], num_decoding: int) -> list[int]:
@@ -80,10 +76,7 @@ class DecodeTable:
         self._num_needing = 0
         """Of lines whose draw needs more than these."""
         self.tables = [
-            np.zeros(
-                (most_rows, pages_for(most_tokens, layout.page_size) * group.num_stacks), np.int32
-            )
-            for group in layout.groups
+            np.zeros((most_rows, width), np.int32) for width in table_widths(layout, most_tokens)
         ]
         """For each group of layers the pages of each line, as in Row.pages. What follows a line's
         last page is undefined, and so are pages that have slid out of a window.
@@ -114,7 +107,9 @@ class DecodeTable:
             table.fields_FR[:, :num_decoding] = decode.fields_FR
             table.settings_RN[:num_decoding] = decode.settings_RN
             table._num_needing = sum(map(needs_more, decode.samples)) if decode.needs_samples else 0
-            decode.copy_tables(table.tables)
+            for mine, theirs in zip(table.tables, decode.table.tables, strict=True):
+                width = min(mine.shape[1], theirs.shape[1])
+                mine[:num_decoding, :width] = theirs[:num_decoding, :width]
         drawing = [
             (row.sequence, row.pages, row.sample, end - 1, row.tokens[-1], source)
             for row, end, source in zip(rows, ends, sources, strict=True)
@@ -249,12 +244,16 @@ class DecodeStep:
         """The longest context."""
         return int(self.positions_R.max()) + 1
 
-    def copy_tables(self, tables_RW: Sequence[Numbers]) -> None:
-        """Copies each group's page table, as far as it goes."""
-        num_rows = len(self)
-        for mine_RW, all_RW in zip(tables_RW, self.table.tables, strict=True):
-            width = min(mine_RW.shape[1], all_RW.shape[1])
-            mine_RW[:num_rows, :width] = all_RW[:num_rows, :width]
+    def list_pages(self, widths: Sequence[int], offsets_GR: Numbers, pages_P: Numbers) -> None:
+        """Writes the page tables of all groups one after the other, lines of these widths, and
+        where each row's line begins.
+        """
+        begin, num_rows = 0, len(self)
+        for width, offsets_R, table in zip(widths, offsets_GR, self.table.tables, strict=True):
+            end = begin + num_rows * width
+            pages_P[begin:end].reshape(num_rows, width)[:] = table[:num_rows, :width]
+            offsets_R[:num_rows] = range(begin, end, width)
+            begin = end
 
     def rows(self) -> list[Row]:
         """The same as Rows, for what computes one row like the other."""

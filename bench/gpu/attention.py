@@ -87,18 +87,14 @@ class Problem:
         )
         return k_B1Ld, v_B1Ld
 
-    def ours(self, chosen: list[int] | None = None) -> Callable[[int], Tensor]:
-        """A layer's call, of some rows or all. Writing the tokens' K and V is part of it."""
-        chosen = list(range(len(self.rows))) if chosen is None else chosen
-        backend, plan = self._planned(chosen)
-        q, k, v = (x[chosen] for x in (self.q_BHd, self.k_Bd, self.v_Bd))
-        return lambda layer: backend.run(plan, layer, q, k, v)
+    def ours(self) -> Callable[[int], Tensor]:
+        """A layer's call. Writing the tokens' K and V is part of it."""
+        backend, plan = self._planned()
+        return lambda layer: backend.run(plan, layer, self.q_BHd, self.k_Bd, self.v_Bd)
 
     def attending(self) -> Callable[[int], Tensor]:
-        """A layer's call of all rows, without the writing where the backend offers that: the decode
-        kernel of a GPU does both at once.
-        """
-        backend, plan = self._planned(list(range(len(self.rows))))
+        """A layer's call, without the writing where the backend offers that."""
+        backend, plan = self._planned()
         return (
             (lambda layer: backend.attend(plan, layer, self.q_BHd))
             if hasattr(backend, "attend")
@@ -123,13 +119,13 @@ class Problem:
                 f"sequence {i} of {len(self.rows)} is off by {distance:.2g}"
             )
 
-    def _planned(self, chosen: list[int]) -> tuple[Any, Any]:
-        """A backend, and its plan of these rows."""
+    def _planned(self) -> tuple[Any, Any]:
+        """A backend, and its plan of all rows."""
         backend = create_backend(
             backend_name(self.pool, self.heads), self.pool, self.scale, self.heads
         )
         return backend, backend.plan(
-            build_batch(StepPlan(tuple(self.rows[i] for i in chosen)), self.layout, self.upload)
+            build_batch(StepPlan(tuple(self.rows)), self.layout, self.upload)
         )
 
 

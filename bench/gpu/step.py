@@ -131,7 +131,7 @@ def captures(runner: Any) -> Found:
         return {"number": 0}
     again = ModelRunner(
         runner.decoder, runner.pool, runner.backend, runner.device, runner.device.stream(),
-        runner._most_rows, len(runner._drawn_S),
+        runner._most_rows, runner._most_tokens,
     )  # fmt: skip
     torch.cuda.synchronize()
     free, began = torch.cuda.mem_get_info()[0], time.perf_counter()

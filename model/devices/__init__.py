@@ -5,7 +5,7 @@ Devices never import each other; only the one that is chosen is imported. Each b
 against `reference` on ragged batches.
 """
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import cast
 
 import torch
@@ -16,13 +16,13 @@ from model.devices.device import Device
 from model.spec import OptionError
 
 BACKENDS = {
-    "reference": "model.devices.reference",
-    "torch": "model.devices.cpu.torch_attention",
-    "native": "model.devices.cpu.attention",
-    "triton": "model.devices.gpu.attention",
-    "triton-fast": "model.devices.gpu.attention.fast",
+    "reference": "model.devices.reference:create",
+    "torch": "model.devices.cpu.torch_attention:create",
+    "native": "model.devices.cpu.attention:create",
+    "triton": "model.devices.gpu.attention:create_invariant",
+    "triton-fast": "model.devices.gpu.attention:create",
 }
-"""Module of each attention backend."""
+"""What creates each attention backend."""
 
 
 def device_class(name: str) -> type[Device]:
@@ -58,4 +58,4 @@ def create_backend(name: str, pool: KVPool, scale: float, num_heads: int) -> Bac
     """The attention backend `name` over `pool`; logits are multiplied by `scale`. Raises KeyError
     for an unknown name.
     """
-    return cast(Backend, import_module(BACKENDS[name]).create(pool, scale, num_heads))
+    return cast(Backend, resolve_name(BACKENDS[name])(pool, scale, num_heads))

@@ -1,30 +1,33 @@
-"""CudaGraphs: CUDA graphs of steps of few tokens, by bucket of their number and of context length.
+"""CudaGraphs: CUDA graphs of steps of few tokens, one for each of some numbers of rows.
 
 Most steps of a server compute one token for each row and draw after it, in about a hundred small
-launches. Such a step is captured once for each bucket over static tensors; a step replays the
-smallest graph that it fits in, and fills it up with padding. So does a mixed step of decode rows
-and short chunks of prompts, each of whose tokens is a row of its own. Invariant: nothing is
-captured while requests are served; what a replay reads was copied into place by the same step,
-after the replay before it. Where the device has kernels for it, a captured step ends with the draw
-of all its rows. It knows nothing of requests, penalties and filters.
+launches. Such a step is captured over static tensors; a step replays the smallest graph that it
+fits in, and fills it up with padding. So does a mixed step of decode rows and short chunks of
+prompts, each of whose tokens is a row of its own. Invariant: nothing is captured while requests are
+served; what a replay reads was copied into place by the same step, after the replay before it.
+Where the device has kernels for it, a captured step ends with the draw of all its rows. It knows
+nothing of requests, penalties and filters.
 
 Shape letters: B rows of a captured step, S rows of a step, D hidden size, V vocabulary, N settings
-of a draw, W pages of a line, F fields and R rows of a DecodeStep.
+of a draw, F fields of a DecodeStep, G groups of layers, P pages of all rows.
 """
 
 import logging
+from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cache.layout import CacheLayout, pages_for
+from cache.layout import CacheLayout
 from model.decode import (
     NO_LINE,
+    NO_SAMPLE,
     NUM_FIELDS,
     DecodeStep,
     DecodeTable,
@@ -43,10 +46,8 @@ log = logging.getLogger("onehead.engine")
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 384, 512, 768, 1024)
 """Not 192: cuBLAS takes longer for 192 rows than for 256 (measured on an H100)."""
-FOUND = 4096
-"""Sizes and numbers of pages for which the graph is remembered."""
-LEAST_SEVERAL = 32
-"""The smallest size of mixed steps. Smaller ones are padded."""
+MOST_PAGES = 2**18
+"""Pages of all rows of a captured step together, 1 MiB."""
 MOST_KEYS_AGAIN = 2**17
 """Keys that the chunks of a mixed step may read again because each token reads its own: 64 MiB of a
 layer for 128 columns, some 15 us from an H100's L2. Tiles, which read them for several tokens at
@@ -54,20 +55,12 @@ once, need a launch kernel by kernel, some 70 us of the host for a layer.
 """
 
 
-def rounded_up(number: int, multiple: int) -> int:
-    """The least multiple that is not smaller."""
-    return -(-number // multiple) * multiple
-
-
-class Shape(Protocol, Hashable):
-    """The facts that the launches of a captured step depend on."""
-
-    @property
-    def num_rows(self) -> int: ...
-
-    @property
-    def num_keys(self) -> int:
-        """The longest context."""
+def captured_sizes(most_rows: int, multiple: int) -> list[int]:
+    """Numbers of rows for which steps are captured, so that a step of up to `most_rows` finds one:
+    the shipped ones, rounded up to this multiple.
+    """
+    sizes = *(size for size in SIZES if size < most_rows), most_rows
+    return sorted({-(-size // multiple) * multiple for size in sizes})
 
 
 @runtime_checkable
@@ -76,18 +69,12 @@ class ListedBackend(Backend, Protocol):
     can be replayed with others.
     """
 
-    def contexts(self, longest: int) -> Sequence[int]:
-        """Upper ends of the buckets of context lengths, up to the bucket of the longest context."""
-
-    def shape(self, num_keys: int, num_rows: int, several: bool = False) -> Shape | None:
-        """The bucket of steps of so many rows with contexts of up to `num_keys`. None where a step
-        has to be launched kernel by kernel. `several`: rows may be of one sequence, where that
-        makes a difference.
-        """
-
-    def listed(self, positions_B: Tensor, tables_BW: Sequence[Tensor], shape: Any) -> Any:
+    def listed(
+        self, positions_B: Tensor, offsets_GB: Tensor, pages_P: Tensor, num_keys: int
+    ) -> Any:
         """The plan of a step, for `run`: the position of each row (NO_LINE: padding), and for each
-        group of layers its page table.
+        group of layers where its page table begins in one list of pages. `num_keys`: the longest
+        context there can be.
         """
 
 
@@ -100,31 +87,22 @@ class Lists(NamedTuple):
     """As in DecodeTable: positions (NO_LINE: padding), tokens, and where tokens come from."""
     settings_BN: Any
     """Of the draw."""
-    tables_BW: list[Any]
-    """For each group of layers the pages of each row."""
+    offsets_GB: Any
+    """Where the pages of each row begin."""
+    pages_P: Any
 
     @classmethod
-    def of(cls, numbers: Any, num_rows: int, widths: Sequence[int]) -> "Lists":
-        """The parts of an array or a tensor; a table has lines of `widths` pages."""
-        begin = NUM_FIELDS * aligned(num_rows)
-        fields = numbers[:begin].reshape(NUM_FIELDS, -1)[:, :num_rows]
-        settings = numbers[begin : begin + num_rows * NUM_SETTINGS].reshape(num_rows, NUM_SETTINGS)
-        begin += aligned(num_rows * NUM_SETTINGS)
-        tables = []
-        for width in widths:
-            tables.append(numbers[begin : begin + num_rows * width].reshape(num_rows, width))
-            begin += num_rows * width
-        return cls(fields, settings, tables)
-
-
-class Bucket(NamedTuple):
-    """The part that all steps of a shape have in common."""
-
-    shape: Shape
-    widths: list[int]
-    """Of a line of each table."""
-    num_numbers: int
-    """Of all lists together."""
+    def of(cls, numbers: Any, num_rows: int, num_groups: int) -> "Lists":
+        """The parts of an array or a tensor."""
+        width = aligned(num_rows)
+        sizes = NUM_FIELDS * width, aligned(num_rows * NUM_SETTINGS), num_groups * width
+        begin, middle, end = accumulate(sizes)
+        return cls(
+            numbers[:begin].reshape(NUM_FIELDS, width)[:, :num_rows],
+            numbers[begin : begin + num_rows * NUM_SETTINGS].reshape(num_rows, NUM_SETTINGS),
+            numbers[middle:end].reshape(num_groups, width),
+            numbers[end:],
+        )
 
 
 class Replayed(NamedTuple):
@@ -148,140 +126,95 @@ class CudaGraphs:
         device: Device,
         stream: Stream,
         drawn_S: Tensor,
-        most_rows: int,
+        sizes: list[int],
     ) -> None:
-        assert most_rows <= len(drawn_S), "padding is drawn too"
+        assert sizes[-1] <= len(drawn_S), "padding is drawn too"
         self._decoder = decoder
         self._backend = backend
         self._layout = layout
         self._device = device
         self._stream = stream
         self._drawn_S = drawn_S
-        sizes = *(size for size in SIZES if size < most_rows), most_rows
-        self.sizes = sorted({rounded_up(size, decoder.row_multiple) for size in sizes})
+        self.sizes = sizes
         self._numbers = torch.zeros(0, dtype=torch.int32, device=drawn_S.device)
         """Of the step that is replayed."""
+        self._longest = 0
+        """The longest context that the captured launches are made for."""
         self._logits_BV = torch.zeros(0, 0)
         """Allocated by the first capture, which knows the dtype; so are the draws."""
         self._draws: RowDraws | None = None
-        self._finite_B = torch.zeros(most_rows, dtype=torch.bool, device=drawn_S.device)
-        self._find = lru_cache(FOUND)(self._captured_for)
-        self._replays: dict[Hashable, tuple[Callable[[], None], Lists]] = {}
+        self._finite_B = torch.zeros(sizes[-1], dtype=torch.bool, device=drawn_S.device)
+        self._replays: dict[int, tuple[Callable[[], None], Lists]] = {}
+        """By number of rows."""
 
-    def capture(self, steps: Iterable[DecodeStep]) -> None:
-        """Captures these steps, each in every batch size that it fits in. The largest come first:
-        the others reuse their memory. Steps that cannot be captured are launched kernel by kernel.
-        Raises the error of a broken device.
+    def capture(self, longest: int) -> None:
+        """Captures a step of every size, for contexts up to the longest. The largest come first:
+        the others reuse their memory. Raises the error of a broken device.
         """
-        asked = [
-            (step, size, several)
-            for step in steps
-            for several in (False, True)
-            for size in self._sizes(several)
-            if size >= len(step)
-        ]
-        found = (
-            (step, self._bucket(step.num_keys, size, several)) for step, size, several in asked
+        # Of one token in page 0, which holds nothing yet.
+        pages = [array("q", [0] * group.num_stacks) for group in self._layout.groups]
+        row = Row(0, [0], 0, pages, NO_SAMPLE)
+        step = DecodeTable.of(self._layout, [row], [PENDING]).advance()
+        num_pages = self.sizes[-1] * sum(table_widths(self._layout, longest))
+        self._longest = longest
+        self._numbers = torch.zeros(
+            len(self._pack(step, self.sizes[-1])) + min(num_pages, MOST_PAGES),
+            dtype=torch.int32,
+            device=self._drawn_S.device,
         )
-        # Of a shape once: a backend may have the same for steps with several rows of a sequence.
-        packed = [
-            *{
-                bucket.shape: (bucket, self._pack(step, bucket))
-                for step, bucket in found
-                if bucket is not None
-            }.values()
-        ]
-        packed.sort(key=lambda pair: -pair[0].num_numbers)
-        if packed:
-            self._numbers = torch.zeros(
-                packed[0][0].num_numbers, dtype=torch.int32, device=self._drawn_S.device
-            )
         num_failed = 0
-        for (shape, widths, _), numbers in packed:
-            if shape not in self._replays:
-                self._numbers[: len(numbers)].copy_(self._device.upload(torch.from_numpy(numbers)))
-                lists = Lists.of(self._numbers, shape.num_rows, widths)
-                try:
-                    self._replays[shape] = (
-                        self._stream.capture(partial(self._work, lists, shape)),
-                        lists,
+        for size in reversed(self.sizes):
+            numbers = torch.from_numpy(self._pack(step, size))
+            self._numbers[: len(numbers)].copy_(self._device.upload(numbers))
+            lists = Lists.of(self._numbers, size, len(self._layout.groups))
+            try:
+                self._replays[size] = self._stream.capture(partial(self._work, lists)), lists
+            except Exception as error:
+                self._device.raise_if_broken()
+                if is_lack_of_memory(error):
+                    log.warning(
+                        "memory is short: %d CUDA graphs, other steps are launched kernel by "
+                        "kernel",
+                        self.num_captured,
                     )
-                except Exception as error:
-                    self._device.raise_if_broken()
-                    if is_lack_of_memory(error):
-                        log.warning(
-                            "memory is short: %d CUDA graphs, other steps are launched kernel by "
-                            "kernel",
-                            self.num_captured,
-                        )
-                        break
-                    if not num_failed:
-                        log.warning(
-                            "a step of %d sequences cannot be captured as a CUDA graph",
-                            shape.num_rows,
-                            exc_info=True,
-                        )
-                    num_failed += 1
+                    break
+                if not num_failed:
+                    log.warning(
+                        "a step of %d sequences cannot be captured as a CUDA graph",
+                        size,
+                        exc_info=True,
+                    )
+                num_failed += 1
         if num_failed:
             log.warning(
                 "%d CUDA graphs are missing; such steps are launched kernel by kernel, which is "
                 "slower",
                 num_failed,
             )
-        self._find.cache_clear()
-
-    def _sizes(self, several: bool) -> list[int]:
-        """Numbers of rows for which steps are captured."""
-        return (
-            [size for size in self.sizes if size >= LEAST_SEVERAL] or self.sizes[-1:]
-            if several
-            else self.sizes
-        )
-
-    def _captured_for(
-        self, size: int, num_pages: int, several: bool
-    ) -> tuple[Bucket, Callable[[], None], Lists] | None:
-        """The graph for steps of this size whose longest context has so many pages."""
-        bucket = self._bucket(num_pages * self._layout.page_size, size, several)
-        return (
-            None
-            if bucket is None or (found := self._replays.get(bucket.shape)) is None
-            else (bucket, *found)
-        )
 
     @property
     def num_captured(self) -> int:
         return len(self._replays)
 
-    def _bucket(self, num_keys: int, size: int, several: bool) -> Bucket | None:
-        """The bucket of steps of `size` rows, padding included; None where there is none."""
-        shape = self._backend.shape(num_keys, size, several)
-        if shape is None:
-            return None
-        widths = table_widths(self._layout, shape.num_keys)
-        return Bucket(
-            shape,
-            widths,
-            NUM_FIELDS * aligned(size) + aligned(size * NUM_SETTINGS) + size * sum(widths),
-        )
-
-    def _pack(self, step: DecodeStep, bucket: Bucket) -> Numbers:
-        num_rows, size = len(step), bucket.shape.num_rows
-        numbers = np.zeros(bucket.num_numbers, np.int32)
-        fields_FB, settings_BN, tables_BW = Lists.of(numbers, size, bucket.widths)
+    def _pack(self, step: DecodeStep, size: int) -> Numbers:
+        """The lists of a step, padded to so many rows."""
+        num_rows, widths = len(step), table_widths(self._layout, step.num_keys)
+        num_aligned = (NUM_FIELDS + len(widths)) * aligned(size) + aligned(size * NUM_SETTINGS)
+        numbers = np.zeros(num_aligned + num_rows * sum(widths), np.int32)
+        fields_FB, settings_BN, offsets_GB, pages_P = Lists.of(numbers, size, len(widths))
         fields_FB[:, :num_rows], settings_BN[:num_rows] = step.fields_FR, step.settings_RN
         if num_rows < size:
             fields_FB[0, num_rows:], fields_FB[2, num_rows:] = NO_LINE, PENDING
-        step.copy_tables(tables_BW)
+        step.list_pages(widths, offsets_GB, pages_P)
         return numbers
 
-    def _work(self, lists: Lists, shape: Shape) -> None:
+    def _work(self, lists: Lists) -> None:
         """The step itself, over static tensors."""
-        size, (positions_B, ids_B, sources_B) = shape.num_rows, lists.fields_FB
+        positions_B, ids_B, sources_B = lists.fields_FB
+        size = len(positions_B)
         ids_B = torch.where(sources_B >= 0, self._drawn_S[sources_B.clamp(min=0)], ids_B)
-        attend = partial(
-            self._backend.run, self._backend.listed(positions_B, lists.tables_BW, shape)
-        )
+        plan = self._backend.listed(positions_B, lists.offsets_GB, lists.pages_P, self._longest)
+        attend = partial(self._backend.run, plan)
         # Every table of positions has one for 0.
         x_BD = self._decoder(ids_B, positions_B.clamp(min=0), attend)
         logits_BV = self._decoder.logits(x_BD)
@@ -316,23 +249,16 @@ class CudaGraphs:
             self._layout, plan.listed, sources_of(plan.listed), plan.decode
         ).advance()
 
-    def find(self, step: DecodeStep, several: bool = False) -> "Callable[[], Replayed] | None":
-        """A function that replays this step; None where no graph fits. `several`: whether rows are
-        of one sequence.
-        """
-        sizes = self._sizes(several)
-        if len(step) > sizes[-1]:
+    def find(self, step: DecodeStep) -> "Callable[[], Replayed] | None":
+        """A function that replays this step; None where no graph fits."""
+        if len(step) > self.sizes[-1] or step.num_keys > self._longest:
             return None
-        captured = self._find(
-            sizes[bisect_left(sizes, len(step))],
-            pages_for(step.num_keys, self._layout.page_size),
-            several,
-        )
-        if captured is None:
+        size = self.sizes[bisect_left(self.sizes, len(step))]
+        numbers = self._pack(step, size)
+        if size not in self._replays or len(numbers) > len(self._numbers):
             return None
-        bucket, replay, lists = captured
-        numbers = self._device.for_upload(torch.from_numpy(self._pack(step, bucket)))
-        return partial(self._replay, numbers, replay, lists, len(step))
+        words = self._device.for_upload(torch.from_numpy(numbers))
+        return partial(self._replay, words, *self._replays[size], len(step))
 
     def _replay(
         self, numbers: Tensor, replay: Callable[[], None], lists: Lists, num_rows: int

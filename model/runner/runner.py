@@ -23,14 +23,14 @@ from cache.layout import CacheLayout, pages_for
 from cache.pool import FLOAT8, KVPool, bytes_per_page
 from model.batch import Batch, build_batch
 from model.checkpoint.weights import Report, load_decoder
-from model.decode import DecodeStep, DecodeTable
+from model.decode import DecodeStep
 from model.decoder import Decoder
 from model.devices import create_backend, find_device
 from model.devices.backend import Backend
 from model.devices.device import Device, Stream, lack_of_memory
 from model.devices.replacement import RowMatrix
 from model.options import EngineOptions
-from model.runner.cuda_graphs import CudaGraphs, ListedBackend, rounded_up
+from model.runner.cuda_graphs import CudaGraphs, ListedBackend, captured_sizes
 from model.runner.pending_step import PendingStep
 from model.sampling import Scores, begin_draw
 from model.spec import ModelSpec, OptionError
@@ -70,17 +70,17 @@ class ModelRunner:
         self._most_rows = most_rows
         self._stream = stream
         self._most_tokens = most_tokens
+        sizes = captured_sizes(most_rows, decoder.row_multiple)
         # Captured steps are filled up, and what fills them is drawn too.
-        filled = rounded_up(most_rows, decoder.row_multiple)
         self._drawn_S = torch.zeros(
-            max(most_tokens, filled), dtype=torch.long, device=device.torch_device
+            max(most_tokens, sizes[-1]), dtype=torch.long, device=device.torch_device
         )
         self._drawn_ids: Sequence[int] = ()
         """The sequences whose tokens drawn_S holds once the step launched last is done."""
         self._graphs: CudaGraphs | None = None
         if stream is not None and isinstance(backend, ListedBackend):
             self._graphs = CudaGraphs(
-                decoder, backend, pool.layout, device, stream, self._drawn_S, filled
+                decoder, backend, pool.layout, device, stream, self._drawn_S, sizes
             )
 
     @classmethod
@@ -207,17 +207,10 @@ class ModelRunner:
         """Captures steps of every batch size, for contexts up to the longest; returns how many.
         Takes seconds.
         """
-        if self._graphs is None or not isinstance(self.backend, ListedBackend):
+        if self._graphs is None:
             return 0
-        # At the end of a context of each length, in page 0, which holds nothing yet.
-        draw, layout = Sample(GREEDY, (), ()), self.pool.layout
-        rows = [
-            Row(0, [0], keys - 1, all_in_page_0(layout, keys), draw)
-            for keys in self.backend.contexts(longest)
-        ]
-        examples = [DecodeTable.of(layout, [row], [PENDING]).advance() for row in rows]
         with torch.inference_mode():
-            self._graphs.capture(examples)
+            self._graphs.capture(longest)
         return self._graphs.num_captured
 
     def warm_up(self, longest: int) -> None:
@@ -317,11 +310,10 @@ class ModelRunner:
         step, listed = plan.decode, plan.listed
         if step is None or listed:
             step = self._graphs.step_of(plan, self._sources)
-        several = any(len(row.tokens) > 1 for row in listed)
-        if step is None or (replay := self._graphs.find(step, several)) is None:
+        if step is None or (replay := self._graphs.find(step)) is None:
             return None
         pending = PendingStep((), (), len(step))
-        if several:
+        if any(len(row.tokens) > 1 for row in listed):
             pending = PendingStep.of_lines(listed, 0 if plan.decode is None else len(plan.decode))
         self._stream.enqueue(partial(self._replay, plan, step, pending, replay))
         self._drawn_ids = step.ids

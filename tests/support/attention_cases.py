@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from msgspec import structs
 
@@ -16,18 +17,17 @@ from cache.pages import PageAllocator
 from cache.pool import KVPool, in_float8
 from cache.table import PageTable
 from model.batch import build_batch
-from model.decode import NO_SAMPLE, DecodeTable
+from model.decode import NO_LINE, NO_SAMPLE, DecodeTable, aligned, table_widths
 from model.devices import create_backend
-from model.devices.gpu.attention.configurations import Configuration
-from model.devices.gpu.attention.singles import packed, unpacked
+from model.devices.gpu.attention.configurations import Configuration, Splits
 from model.devices.gpu.device import GpuDevice
 from model.layers import RotaryTable, Rotation
 from model.spec import Rotary
 from model.step import PENDING, Row, StepPlan
 
-SMALL = Configuration(16, 16, 32, 4, 1, short_split=16, num_short=50)
-"""Short splits, so that short sequences have several, and a border in the middle of a page and of
-most chunks."""
+SMALL = Configuration(16, 16, 4, 1)
+SHORT = Splits(32, 6)
+"""So that short sequences have several, and some of them as many as there may be."""
 
 
 class Case:
@@ -63,6 +63,7 @@ class Case:
         self.num_heads, self.key_dim, self.value_dim = num_heads, key_dim, value_dim or key_dim
         self.value_in_key = value_dim is not None
         self.configuration, self.dtype, self.in_float8 = configuration, dtype, in_float8
+        self.splits = SHORT
         self.capacity: int | None = None
         self.device, self.kernels = GpuDevice(device), kernels
         self.rotary: Rotary | None = None
@@ -121,14 +122,10 @@ class Case:
         scale = self.key_dim**-0.5
         if name == "reference" or self.configuration is None:
             return create_backend(name, pool, scale, self.num_heads)
-        from model.devices.gpu.attention.backend import TritonBackend
-        from model.devices.gpu.attention.fast import FastBackend
-
-        backend = (FastBackend if name == "triton-fast" else TritonBackend)(
-            pool, scale, self.num_heads, self.configuration
-        )
-        tiles = backend.tiles if name == "triton-fast" else backend
-        tiles.capacity = self.capacity or tiles.capacity
+        backend: Any = create_backend(name, pool, scale, self.num_heads)
+        backend.chunks = self.configuration
+        backend.decoding = lambda num_rows: (self.configuration, self.splits)
+        backend.capacity = self.capacity or backend.capacity
         return backend
 
     def run(
@@ -225,14 +222,17 @@ class Case:
         assert torch.equal(values.nan_to_num(), their_values.nan_to_num())
 
 
-def captured_plan(backend: Any, rows: Sequence[Row], num_rows: int) -> Any:
-    """A captured step's plan of the tokens of these rows, padded to `num_rows`; None where it is
-    not captured.
+def captured_plan(backend: Any, rows: Sequence[Row], num_rows: int, num_keys: int = 0) -> Any:
+    """A captured step's plan of the tokens of these rows, padded to `num_rows`, with launches for
+    contexts of `num_keys`.
     """
     layout = backend.pool.layout
     step = DecodeTable.of(layout, rows, [PENDING] * len(rows)).advance()
-    shape = backend.shape(step.num_keys, num_rows, len(step) > len(rows))
-    if shape is None:
-        return None
-    singles = unpacked(torch.from_numpy(packed(step, shape, layout)), shape, layout)
-    return backend.listed(singles.positions_B, singles.tables_BW, shape)
+    widths = table_widths(layout, step.num_keys)
+    positions_B = np.full(num_rows, NO_LINE, np.int32)
+    offsets_GB = np.zeros((len(widths), aligned(num_rows)), np.int32)
+    pages_P = np.zeros(len(step) * sum(widths), np.int32)
+    positions_B[: len(step)] = step.positions_R
+    step.list_pages(widths, offsets_GB, pages_P)
+    numbers = (torch.from_numpy(each) for each in (positions_B, offsets_GB, pages_P))
+    return backend.listed(*numbers, num_keys or step.num_keys)

@@ -5,7 +5,6 @@ Every operation of a listed step is on whole tensors, so that it can be recorded
 to the last page of the pool, which no sequence may use.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from cache.pool import KVPool
 from model.batch import Batch
-from model.devices.gpu.attention.singles import Shape, Singles, classes, shape_of
+from model.devices.gpu.attention.plan import StepLists
 from model.devices.reference import ReferenceBackend
 from model.layers import Rotation
 
@@ -30,14 +29,10 @@ class ListedReference:
     def plan(self, batch: Batch) -> Any:
         return self.reference.plan(batch)
 
-    def contexts(self, longest: int) -> list[int]:
-        return [min(num_keys, longest) for num_keys in classes(self.pool.page_size, longest)]
-
-    def shape(self, num_keys: int, num_rows: int, several: bool = False) -> Shape | None:
-        return shape_of(num_keys, num_rows, self.pool.page_size)
-
-    def listed(self, positions_B: Tensor, tables_BW: Sequence[Tensor], shape: Shape) -> Singles:
-        return Singles(positions_B, tuple(tables_BW), shape.num_keys)
+    def listed(
+        self, positions_B: Tensor, offsets_GB: Tensor, pages_P: Tensor, num_keys: int
+    ) -> StepLists[Tensor]:
+        return StepLists(positions_B, offsets_GB, pages_P, num_keys)
 
     def run(
         self,
@@ -48,14 +43,19 @@ class ListedReference:
         v_Tv: Tensor,
         rotation: Rotation | None = None,
     ) -> Tensor:
-        if not isinstance(plan, Singles):
+        if not isinstance(plan, StepLists):
             return self.reference.run(plan, layer, q_THd, k_Td, v_Tv, rotation)
         if rotation is not None:
             q_THd, k_Td = rotation.both(q_THd, k_Td)
         place, page_size = self.pool.layout.places[layer], self.pool.page_size
         group, nowhere = self.pool.layout.groups[place.group], self.pool.num_pages * page_size - 1
-        position_T1 = plan.positions_B[:, None].long()
-        pages_TW = plan.tables_BW[place.group][:, place.stack :: group.num_stacks].long()
+        position_T1 = plan.positions_T[:, None].long()
+        number_W = torch.arange(-(-plan.num_keys // page_size))
+        begin_T1 = plan.offsets_GT[place.group, : len(position_T1), None] + place.stack
+        # Behind a row's pages lies anything.
+        places_TW = (begin_T1 + number_W * group.num_stacks).clamp(max=len(plan.pages_P) - 1)
+        pages_TW = plan.pages_P[places_TW.long()].long()
+        pages_TW = torch.where(number_W * page_size <= position_T1, pages_TW, 0).clamp(min=0)
         pages_T1 = pages_TW.gather(1, position_T1.clamp(min=0) // page_size)
         slots_T1 = torch.where(
             position_T1 < 0, nowhere, pages_T1 * page_size + position_T1 % page_size

@@ -1,11 +1,11 @@
-"""`python -m tests.triton.compile_kernels ARCHITECTURE:LINE:WINDOW[:fp8]...
-ARCHITECTURE:fastSHAPExBYTES:WINDOW[:fp8]... ARCHITECTURE:rowsBYTES... ARCHITECTURE:FORM...
-ARCHITECTURE:one_row...`: compiles kernels for GPUs that need not be there.
+"""`python -m tests.triton.compile_kernels ARCHITECTURE:shapeSHAPExBYTES:WINDOW[:fp8]...
+ARCHITECTURE:rowsBYTES... ARCHITECTURE:FORM... ARCHITECTURE:one_row...`: compiles kernels for GPUs
+that need not be there.
 
-As lines of attention's table ship them; what has a program for each row; as single tokens and
-chunks of a model of this shape of heads take them; with `fp8` over keys and values in float8; with
-`int8` or `int4` the products of blocks. Prints a line of JSON for each: shared memory in bytes, how
-often each instruction stands in the code, and in each loop that multiplies matrices.
+Those of attention for a model of this shape of heads, with `fp8` over keys and values in float8;
+what has a program for each row; with `int8` or `int4` the products of blocks. Prints a line of JSON
+for each: shared memory in bytes, how often each instruction stands in the code, and in each loop
+that multiplies matrices.
 """
 
 import json
@@ -20,20 +20,17 @@ from triton.compiler import ASTSource
 from model.devices.blocks import BLOCK, FORMATS
 from model.devices.gpu import EXACT, block_products, launches, one_row, products, rows
 from model.devices.gpu import draw as draws
-from model.devices.gpu.attention import kernels, write
-from model.devices.gpu.attention.backend import JOINED_AT_ONCE, sizes_of, write_sizes_of
+from model.devices.gpu.attention import write
+from model.devices.gpu.attention.backend import sizes_of, write_sizes_of
+from model.devices.gpu.attention.chunks import attend
 from model.devices.gpu.attention.configurations import (
-    FEW_ROWS,
     MANY_ROWS,
-    TABLE,
     Sizes,
-    choose,
     choose_chunks,
     choose_decode,
-    fitted,
 )
 from model.devices.gpu.attention.decode import decode
-from model.devices.gpu.attention.fast import decode_sizes_of
+from model.devices.gpu.attention.plan import TILE_FIELDS
 from model.devices.gpu.drawing import DRAW_WARPS, FILTER_SIZE, FILTER_WARPS
 from tests.triton import SHARED_KIB
 
@@ -58,12 +55,7 @@ LATENT = {576: (512, 64)}
 """Keys of these many columns are latents with a tail."""
 SHAPES = (16, 128), (48, 128), (71, 64), (8, 256), (4, 256), (16, 576), (128, 576)
 """Query heads and columns of a key."""
-POINTERS = {
-    f"{name}_ptr": "*i32" for name in ("spans", "tiles", "tables", "slots", "positions", "counters")
-}
-LISTED = {"positions_ptr": None}
-UNLISTED = {"spans_ptr": None, "tiles_ptr": None, "slots_ptr": None}
-"""Which pointers are absent where tiles are listed, and where they follow from positions."""
+POINTERS = {f"{name}_ptr": "*i32" for name in ("tiles", "tokens", "positions", "offsets", "pages")}
 MULTIPLICATION = re.compile("|".join(map(re.escape, MULTIPLIES)))
 NUMBERS = {2: "bf16", 4: "fp32"}
 FLOAT8 = {"keys_ptr": "*fp8e4nv", "values_ptr": "*fp8e4nv"}
@@ -71,7 +63,6 @@ POINTERS |= {"partial_ptr": "*fp32", "peaks_ptr": "*fp32", "sums_ptr": "*fp32"}
 POINTERS |= {
     "normalisers_ptr": "*fp32",
     "largest_ptr": "*fp32",
-    "tokens_ptr": "*i64",
     "numbers_ptr": "*fp32",
     "adjusted_ptr": "*fp32",
 }
@@ -317,81 +308,42 @@ def compile_blocks(architecture: int, form: str) -> None:
         )
 
 
-def compile_attention(architecture: int, line: int, window: int, stored: bool) -> None:
-    """With a window only what differs."""
-    most_heads, columns, size, configuration = TABLE[line]
-    configuration = fitted(configuration, wanted_sizes(architecture, most_heads, columns, size))
-    num_d, num_r = LATENT.get(columns, (columns, 0))
-    constants = sizes_of(min(most_heads, 128), (num_d, num_r, num_d), configuration) | {
-        "BLOCK_C": JOINED_AT_ONCE,
-        "WINDOW": window,
-    }
-    constants |= {"PAGE": 64, "VALUE_IN_KEY": num_r > 0, "UPCAST": False}
-    constants |= write_sizes_of(min(most_heads, 128), columns, num_d) | {"INTERLEAVED": False}
-    pointers = POINTERS | (FLOAT8 if stored else {})
-    # Listed with a window, else by positions.
-    absent: dict[str, Any] = LISTED if window else UNLISTED
-    unturned = {"cosine_ptr": None, "sine_ptr": None}
-    made: list[tuple[Any, dict[str, Any]]] = [(kernels.attend, {}), (write.scatter, unturned)]
-    made += [] if num_r else [(write.scatter, {})]  # Latents come turned.
-    made += [] if window else [(kernels.join, {})]
-    for kernel, others in made:
-        options = configuration.options if kernel is kernels.attend else {}
-        found = compiled(
-            kernel, NUMBERS[size], architecture, constants | absent | others, options, pointers
-        )
-        tell(
-            {"line": line, "turns": not others, "window": window, "architecture": architecture}
-            | {"rows": configuration.rows}
-            | found
-        )
-
-
 def wanted_sizes(architecture: int, heads: int, columns: int, size: int) -> Sizes:
     value_dim = 0 if columns in LATENT else columns
     return Sizes(heads, columns, value_dim, size, 64, SHARED_KIB[architecture] * 1024)
 
 
-def compile_fast(architecture: int, shape: int, window: int, stored: bool, size: int) -> None:
-    """The decode kernel for every class of rows, and the kernel for many tiles."""
+def compile_attention(architecture: int, shape: int, window: int, stored: bool, size: int) -> None:
+    """The decode kernel for every class of rows, the kernel of long chunks, and the one that stores
+    keys and values, with and without turning them.
+    """
     heads, columns = SHAPES[shape]
     num_d, num_r = LATENT.get(columns, (columns, 0))
     wanted = wanted_sizes(architecture, heads, columns, size)
-    common = choose(wanted)
-    assert common is not None
-    constants: dict[str, Any] = {
-        "PAGE": 64,
-        "VALUE_IN_KEY": num_r > 0,
-        "UPCAST": False,
-        "INTERLEAVED": False,
-        "WINDOW": window,
-    }
-    constants |= {"cosine_ptr": None, "sine_ptr": None} if num_r else {}
+    options: dict[str, Any] = {"PAGE": 64, "VALUE_IN_KEY": num_r > 0, "UPCAST": False}
     pointers = POINTERS | (FLOAT8 if stored else {})
     told = {"shape": f"{heads}x{columns}", "window": window, "architecture": architecture}
-    classes = [choose_decode(common, wanted, num_rows) for num_rows in (1, FEW_ROWS, MANY_ROWS)]
-    # Classes that differ in their splits alone have the same code.
-    for decoding in {(each.groups, each.keys): each for each in classes}.values():
-        # In a captured step without a window, else beside chunks.
-        sizes = (
-            decode_sizes_of(heads, (num_d, num_r, num_d), decoding)
-            | constants
-            | ({} if window else {"tokens_ptr": None})
-        )
-        # In a mixed step that is captured, keys are stored already.
-        for absent in (
-            ({},)
-            if window or stored
-            else ({}, dict.fromkeys(("k_ptr", "v_ptr", "cosine_ptr", "sine_ptr")))
-        ):
-            found = compiled(
-                decode, NUMBERS[size], architecture, sizes | absent, decoding.options, pointers
-            )
-            tell(told | {"rows": decoding.rows, "groups": decoding.groups, "size": size} | found)
+    classes = {choose_decode(wanted, num_rows) for num_rows in (1, MANY_ROWS)}
     chunks = choose_chunks(wanted)
-    sizes = sizes_of(heads, (num_d, num_r, num_d), chunks) | constants | LISTED
-    found = compiled(kernels.attend, NUMBERS[size], architecture, sizes, chunks.options, pointers)
-    tell(told | {"rows": chunks.rows, "groups": 1, "size": size} | found)
+    assert chunks is not None
+    # With a window beside chunks, else alone.
+    alone: dict[str, Any] = {} if window else {"tokens_ptr": None}
+    for kernel, configuration, others in (
+        *((decode, each, alone) for each in classes),
+        (attend, chunks, {"TILES": TILE_FIELDS}),
+    ):
+        sizes = sizes_of(heads, (num_d, num_r, num_d), configuration) | options | others
+        found = compiled(
+            kernel, NUMBERS[size], architecture, sizes | {"WINDOW": window}, configuration.options,
+            pointers,
+        )  # fmt: skip
+        about = {"rows": configuration.rows, "groups": configuration.groups, "size": size}
+        tell(told | about | found)
+    # Latents come turned.
+    for absent in ({"cosine_ptr": None, "sine_ptr": None}, *([] if num_r else [{}])):
+        sizes = write_sizes_of(heads, columns, num_d) | options | {"INTERLEAVED": False} | absent
+        found = compiled(write.scatter, NUMBERS[size], architecture, sizes, {}, pointers)
+        tell(told | {"turns": not absent} | found)
 
 
 def main() -> None:
@@ -404,11 +356,10 @@ def main() -> None:
             compile_rows(int(architecture), int(line.removeprefix("rows")))
         elif line == "one_row":
             compile_one_row(int(architecture))
-        elif line.startswith("fast"):
-            shape, size = line.removeprefix("fast").split("x")
-            compile_fast(int(architecture), int(shape), int(window[0]), plain != wanted, int(size))
         else:
-            compile_attention(int(architecture), int(line), int(window[0]), plain != wanted)
+            shape, size = line.removeprefix("shape").split("x")
+            stored = plain != wanted
+            compile_attention(int(architecture), int(shape), int(window[0]), stored, int(size))
 
 
 if __name__ == "__main__":

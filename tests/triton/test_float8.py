@@ -100,7 +100,7 @@ def test_what_is_not_finite_is_seen_by_its_own_sequence_alone(part: int, number:
 
 @pytest.mark.parametrize(
     "configuration",
-    [Configuration(16, 64, 64, 4, 1, num_short=0), Configuration(32, 16, 32, 4, 1, num_short=0)],
+    [Configuration(16, 64, 4, 1), Configuration(32, 16, 4, 1)],
 )
 @torch.inference_mode()
 def test_every_number_of_float8_comes_back(configuration: Configuration) -> None:
@@ -121,10 +121,11 @@ def test_a_conversion_is_torchs_number_by_number() -> None:
     sizes = torch.exp2(torch.randint(-14, 10, (4, 1024), generator=generator).float())
     x_Td = torch.randn(4, 1024, generator=generator) * sizes
     keys = torch.zeros(1, 4, 1024, dtype=torch.float8_e4m3fn)
-    slots = torch.arange(4, dtype=torch.int32)
+    # Each is the first token of a page of its own.
+    nought_T, pages_T = torch.zeros(4, dtype=torch.int32), torch.arange(4, dtype=torch.int32)
     scatter[(4, 1)](
-        x_Td, x_Td, x_Td, None, None, x_Td, keys, keys, slots, None, slots, 1024, 1024, 1024, 0, 0,
-        1, 16,
+        x_Td, x_Td, x_Td, None, None, x_Td, keys, keys, nought_T, pages_T, pages_T,
+        1024, 1024, 1024, 0, 1, PAGE=1,
         HEADS=1, BLOCK_HEADS=1, KEY_DIM=1024, VALUE_DIM=1024, BLOCK_KEY=1024, BLOCK_VALUE=1024,
         VALUE_IN_KEY=True, INTERLEAVED=False,
     )  # fmt: skip

@@ -3,17 +3,17 @@ their own bits in any company.
 """
 
 import random
-from array import array
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 from msgspec import structs
 
-from model.decode import NO_SAMPLE
-from model.devices.gpu.attention.configurations import Configuration
+from model.decode import NO_LINE, NO_SAMPLE
+from model.devices.gpu.attention.configurations import Configuration, Splits
 from model.layers import Rotation
-from tests.support.attention_cases import SMALL, Case, captured_plan
+from tests.support.attention_cases import SHORT, Case, captured_plan
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -59,13 +59,18 @@ def test_every_head_count_and_width_of_the_families(
 def test_ragged_batches_pages_windows_and_splits(seed: int) -> None:
     rng = random.Random(seed)
     page_size, rows = rng.choice([16, 32, 64, 256]), rng.choice([16, 32])
-    configuration = Configuration(
-        rows, 16, rng.choice([32, 64]), 4, 1, short_split=16, num_short=rng.choice([0, 40])
-    )
     window = rng.choice([None, 1, 5, 33, 70])
     case = Case(
-        seed, rng.choice([1, 2, 3, 7, 12]), 32, None, page_size, window, configuration=configuration
+        seed,
+        rng.choice([1, 2, 3, 7, 12]),
+        32,
+        None,
+        page_size,
+        window,
+        configuration=Configuration(rows, 16, 4, 1),
+        kernels=rng.choice(["triton", "triton-fast"]),
     )
+    case.splits = Splits(rng.choice([16, 32, 64]), rng.choice([2, 5, 64]))
     for layer in (0, 2) if window else (0,):
         case.check(EXACT, layer)
 
@@ -134,7 +139,9 @@ def check_random_step(seed: int) -> None:
     ][: rng.randint(0, 2)]
     order = columns + [i for i in order if i not in columns]
     case.rows, case.inputs = [case.rows[i] for i in order], [case.inputs[i] for i in order]
-    case.check(EXACT, rng.choice([0, 2]) if window else 0, num_decoding=len(columns), draws=False)
+    layer = rng.choice([0, 2]) if window else 0
+    with patch("model.devices.gpu.attention.plan.FEW_TOKENS", rng.choice([1, 64])):
+        case.check(EXACT, layer, num_decoding=len(columns), draws=False)
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -160,7 +167,7 @@ def test_blocks_that_are_pages(page_size: int) -> None:
         32,
         None,
         page_size,
-        configuration=Configuration(16, page_size, 2 * page_size, 4, 1, num_short=0),
+        configuration=Configuration(16, page_size, 4, 1),
     )
     case.check(EXACT)
 
@@ -184,33 +191,11 @@ def test_the_same_bits_alone_in_company_and_in_pieces(seed: int) -> None:
 
 
 @torch.inference_mode()
-def test_many_splits_are_summed_in_groups_that_a_tile_does_not_move() -> None:
-    """A window of more splits than are summed at once: the tiles of a chunk begin at another split
-    than a single token's.
-    """
-    case = Case(
-        23,
-        1,
-        16,
-        None,
-        64,
-        window=262,
-        most=500,
-        configuration=Configuration(16, 16, 16, 4, 1, num_short=0),
-    )
-    i = max(case.everyone(), key=lambda i: case.rows[i].start * (len(case.rows[i].tokens) > 20))
-    count = len(case.rows[i].tokens)
-    assert case.rows[i].start > 300 and count > 20
-    assert torch.equal(
-        case.cut(i, [7] * (count // 7) + [count % 7] * (count % 7 > 0), 1), case.run([i], 1)[0]
-    )
-
-
-@torch.inference_mode()
 def test_the_same_bits_when_the_scratch_is_short() -> None:
     case = Case(3, 4, 32, most=200)
     whole = case.run(case.everyone())
-    case.capacity = 12
+    assert sum(len(row.tokens) for row in case.rows) > 2
+    case.capacity = 2 * SHORT.most
     for expected, actual in zip(whole, case.run(case.everyone()), strict=True):
         assert torch.equal(expected, actual)
 
@@ -241,8 +226,7 @@ def test_padding_computes_and_writes_nothing(rotated: bool) -> None:
 
     batch = build_batch(StepPlan(tuple(case.rows)), case.layout, GpuDevice("cpu").upload)
     plan = backend.plan(batch)
-    plan[0].tiles[:, 3] = 0
-    plan[0].slots[:] = -1
+    plan.positions_T[:] = NO_LINE
     q_THd, k_Td, v_Tv = (torch.cat([inputs[part] for inputs in case.inputs]) for part in range(3))
     before = pool.keys_LPSd.clone(), pool.values_LPSv.clone()
     backend.partial.fill_(7.0)
@@ -271,7 +255,7 @@ def test_queries_keys_and_values_as_the_projection_lays_them_out(rotated: bool) 
 def test_short_splits_are_several() -> None:
     """What the tests above stand on."""
     assert any(
-        row.start + len(row.tokens) > 2 * SMALL.split for row in Case(0, 4, 32, most=300).rows
+        row.start + len(row.tokens) > 2 * SHORT.keys for row in Case(0, 4, 32, most=300).rows
     )
 
 
@@ -310,21 +294,8 @@ def test_single_tokens_over_larger_lists_have_the_same_bits(
         pools = case.pool(), case.pool()
         expected = torch.cat(case.run(case.everyone(), layer, pool=pools[0]))
         backend = case.backend("triton", pools[1])
-        plan = captured_plan(backend, case.rows, num_rows)
+        plan = captured_plan(backend, case.rows, num_rows, num_keys=512)
         o_THv = backend.run(plan, layer, q_THd, k_Td, v_Tv, rotation)
         assert torch.equal(o_THv[: len(case.rows)], expected)
         assert torch.equal(pools[0].keys_LPSd.nan_to_num(), pools[1].keys_LPSd.nan_to_num())
         assert torch.equal(pools[0].values_LPSv.nan_to_num(), pools[1].values_LPSv.nan_to_num())
-
-
-def test_a_step_that_needs_several_waves_is_not_packed() -> None:
-
-    case = Case(3, 4, 32, most=200)
-    rows = [
-        structs.replace(
-            case.rows[0], sequence=i, tokens=[0], start=120, pages=[array("q", range(10))]
-        )
-        for i in range(3)
-    ]
-    for case.capacity, fits in ((32, True), (31, False)):  # Each has four splits, padding included.
-        assert (captured_plan(case.backend("triton", case.pool()), rows, 8) is not None) is fits

@@ -31,8 +31,6 @@ FREE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided",
 }  # fmt: skip
 """Operations of torch that launch nothing."""
-NUM_CLASSES = 3
-"""Of contexts of up to 64 tokens, in pages of 16."""
 ATTENTION = "model.devices.gpu.attention"
 GPT_BIGCODE = bigcode(64, 4, 3, 301)
 DEVICE = GpuDevice("meta")
@@ -111,9 +109,7 @@ def launches(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 
 def capture(decoder: Decoder, launches: Launches) -> int:
-    """Captures steps of one and of two rows for each class of contexts, the latter also of one
-    sequence. -> how many were
-    """
+    """Captures steps of one and of two rows. -> how many were"""
     spec = decoder.spec
     layout = CacheLayout.of(spec.num_layers, spec.windows, 16)
     sizes = layout.pages_per_block * 40, spec.key_dim, spec.value_dim
@@ -128,25 +124,22 @@ def capture(decoder: Decoder, launches: Launches) -> int:
     )
 
 
-def by_layer(decoder: Decoder, launches: Launches, num_kinds: int = 3) -> list[list[str]]:
-    """What each block of each captured step launches: of one row, of four, of some of one sequence;
-    `num_kinds` of them.
-    """
+def by_layer(decoder: Decoder, launches: Launches, num_sizes: int = 2) -> list[list[str]]:
+    """What each block of each captured step launches: of one row, and of two."""
     firsts, ends = list[int](), list[int]()
     for block in decoder.blocks:
         block.register_forward_pre_hook(lambda *_: firsts.append(len(launches.names)))
         block.register_forward_hook(lambda *_: ends.append(len(launches.names)))
-    assert capture(decoder, launches) == num_kinds * NUM_CLASSES
+    assert capture(decoder, launches) == num_sizes
     return [launches.names[first:end] for first, end in zip(firsts, ends, strict=True)]
 
 
-def outside_attention(layers: list[list[str]], most: int) -> list[str]:
-    """What every layer launches besides attention, which takes at most so many launches."""
+def outside_attention(layers: list[list[str]]) -> list[str]:
+    """What every layer launches besides attention, which takes two launches."""
     expected = [name for name in layers[0] if name != "attention"]
     for names in layers:
-        assert [name for name in names if name != "attention"] == expected and 1 <= names.count(
-            "attention"
-        ) <= most
+        assert [name for name in names if name != "attention"] == expected
+        assert names.count("attention") == 2
     return expected
 
 
@@ -156,32 +149,29 @@ GEMMA3 = ["mm", "norm_heads", "mm", "add_norm", "mm", "gate", "mm", "add_norm"]
 
 
 @pytest.mark.parametrize(
-    ("config", "expected", "most"),
+    ("config", "expected"),
     [
-        (GPT_BIGCODE, BIGCODE, 6),
-        (CONFIGS["gemma3_text"][0], GEMMA3, 11),
-        (CONFIGS["falcon"][0], ["mm", "mm", "mm", "gelu", "mm", "add_norm"], 6),
-        (CONFIGS["falcon"][3], ["mm", "mm", "add_norm", "mm", "gelu", "mm", "add_norm"], 7),
-        (CONFIGS["llama"][0], ["mm", "mm", "add_norm", "mm", "gate", "mm", "add_norm"], 7),
+        (GPT_BIGCODE, BIGCODE),
+        (CONFIGS["gemma3_text"][0], GEMMA3),
+        (CONFIGS["falcon"][0], ["mm", "mm", "mm", "gelu", "mm", "add_norm"]),
+        (CONFIGS["falcon"][3], ["mm", "mm", "add_norm", "mm", "gelu", "mm", "add_norm"]),
+        (CONFIGS["llama"][0], ["mm", "mm", "add_norm", "mm", "gate", "mm", "add_norm"]),
     ],
     ids=["gpt_bigcode", "gemma3", "falcon", "falcon with two norms", "llama"],
 )
 def test_a_layer_launches_what_it_needs(
-    config: dict[str, Any], expected: list[str], most: int, tmp_path: Path, launches: Launches
+    config: dict[str, Any], expected: list[str], tmp_path: Path, launches: Launches
 ) -> None:
-    """With that of attention seven for gpt_bigcode, and twelve allowed for gemma3. Products of one
-    row are ours, one launch as well; a step with several rows of a sequence stores all keys first.
+    """With those of attention eight for gpt_bigcode, and ten for gemma3. Products of one row are
+    ours, one launch as well.
     """
     layers = by_layer(decoder_of(tmp_path, config), launches)
     singles, others = (
         [names for names in layers if ("one_row" in names) is single] for single in (True, False)
     )
-    assert outside_attention(others, 2) == expected and len(expected) <= most
-    assert 2 * len(singles) == len(others) and sum(
-        names.count("attention") for names in others
-    ) == 3 * len(singles)
+    assert outside_attention(others) == expected and len(singles) == len(others)
     # Any activation is applied in ours.
-    unfused = [name for name in outside_attention(singles, 1) if name != "gelu"]
+    unfused = [name for name in outside_attention(singles) if name != "gelu"]
     assert unfused == ["one_row" if name in CUBLAS else name for name in expected if name != "gelu"]
 
 
@@ -190,7 +180,7 @@ def test_a_step_of_whole_slabs_launches_no_more(tmp_path: Path, launches: Launch
     for config, expected in ((GPT_BIGCODE, BIGCODE), (CONFIGS["gemma3_text"][0], GEMMA3)):
         launches.names.clear()
         decoder = decoder_of(tmp_path, config, deterministic=True)
-        found = outside_attention(by_layer(decoder, launches, 2), 2)
+        found = outside_attention(by_layer(decoder, launches, 1))
         assert found == expected and decoder.row_multiple == 256
 
 

@@ -5,8 +5,8 @@ Invariant: weights of one shape use one compiled kernel for any rows. Triton com
 kernel, which may sum in another order, for an address that is no multiple of 16; rows at such an
 address are copied first.
 
-Shape letters: T tokens or rows, G groups, I input and O output columns, D columns of a norm, H
-query heads, d columns of a head, F intermediate size, E twice that, S rows of logits, V vocabulary.
+Shape letters: T tokens or rows, O output columns, D columns of a norm, H query heads, d columns of
+a head, F intermediate size, E twice that, S rows of logits, V vocabulary.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,8 @@
-"""Attention on a GPU by our Triton kernels: pages are read in place, once for all query heads of a
-tile of tokens.
+"""Attention on a GPU by our Triton kernels, which read pages in place.
 
-Invariant: of the backend `triton` a token's output depends on its own sequence alone, bit for bit;
-`triton-fast` (fast.py) has kernels of their own for single tokens and for chunks. Triton is
-imported when a backend is created.
+Two backends share them: `triton`, of which a token's output depends on its own sequence alone, bit
+for bit, and `triton-fast`, which has a kernel for long chunks and splits contexts by the number of
+rows. Triton is imported when a backend is created.
 """
 
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 
 from cache.pool import KVPool
 from model.devices.backend import Backend
-from model.devices.gpu.attention.configurations import LARGEST_SHARED, Sizes, choose
+from model.devices.gpu.attention.configurations import LARGEST_SHARED, Sizes, choose_chunks
 
 
 def sizes_of_pool(pool: KVPool, num_heads: int) -> Sizes:
@@ -35,12 +34,16 @@ def sizes_of_pool(pool: KVPool, num_heads: int) -> Sizes:
 
 def supports(pool: KVPool, num_heads: int) -> bool:
     """Whether there is a configuration for these pages and heads."""
-    return choose(sizes_of_pool(pool, num_heads)) is not None
+    return choose_chunks(sizes_of_pool(pool, num_heads)) is not None
 
 
 def create(pool: KVPool, scale: float, num_heads: int) -> Backend:
     from model.devices.gpu.attention.backend import TritonBackend
 
-    configuration = choose(sizes_of_pool(pool, num_heads))
-    assert configuration is not None
-    return TritonBackend(pool, scale, num_heads, configuration)
+    return TritonBackend(pool, scale, num_heads, sizes_of_pool(pool, num_heads))
+
+
+def create_invariant(pool: KVPool, scale: float, num_heads: int) -> Backend:
+    from model.devices.gpu.attention.backend import TritonBackend
+
+    return TritonBackend(pool, scale, num_heads, sizes_of_pool(pool, num_heads), invariant=True)

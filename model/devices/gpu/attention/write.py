@@ -3,8 +3,8 @@ slots: one launch.
 
 Rotated queries go to a new matrix. The rotation is computed in float32 as by model.layers.Rotation,
 and rounded once. Float8 slots saturate, and infinities become NaN (cache/pool.py). Invariant: it
-writes to the given slots and nowhere else in the pool; tokens with a slot or position below 0 are
-padding and are skipped. It knows nothing of sequences.
+writes to the slots of the tokens' positions and nowhere else in the pool; tokens with a position
+below 0 are padding and are skipped. It knows nothing of sequences.
 
 Shape letters: H heads of a program, P pairs of a head's columns.
 """
@@ -53,84 +53,42 @@ def _rotate(
     _put(y_ptrs + PAIRS, b_HP * cosine_1P + a_HP * sine_1P, there_HP)
 
 
-@triton.jit
-def slot_of(position, table_ptr, num_stacks, PAGE: tl.constexpr):
-    """The slot of a position, from its sequence's page table."""
-    return tl.load(table_ptr + position // PAGE * num_stacks).to(tl.int64) * PAGE + position % PAGE
-
-
-@triton.jit
-def store(
-    token, slot, k_ptr, v_ptr, cosine_ptr, sine_ptr, keys_ptr, values_ptr, k_stride, v_stride,
-    KEY_DIM: tl.constexpr, BLOCK_KEY: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr, VALUE_IN_KEY: tl.constexpr,
+@triton.jit(do_not_specialize=["stack", "num_stacks"])
+def scatter(
+    q_ptr, k_ptr, v_ptr, cosine_ptr, sine_ptr, turned_ptr, keys_ptr, values_ptr, positions_ptr,
+    offsets_ptr, pages_ptr,
+    q_stride, k_stride, v_stride, stack, num_stacks, PAGE: tl.constexpr,
+    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr, VALUE_IN_KEY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """A token's key, rotated where there is a rotation, and its value unless that is part of the
-    key.
-    """
-    key_ptr, to_ptr = k_ptr + token * k_stride, keys_ptr + slot * KEY_DIM
-    if cosine_ptr is None:
-        _copy(key_ptr, to_ptr, KEY_DIM, BLOCK_KEY)
-    else:
-        _rotate(
-            key_ptr,
-            to_ptr,
-            cosine_ptr,
-            sine_ptr,
-            tl.arange(0, 1),
-            1,
-            KEY_DIM,
-            BLOCK_KEY,
-            INTERLEAVED,
-        )
-    if not VALUE_IN_KEY:
-        _copy(v_ptr + token * v_stride, values_ptr + slot * VALUE_DIM, VALUE_DIM, BLOCK_VALUE)
-
-
-@triton.jit(do_not_specialize=["table_stride", "stack", "num_stacks"])
-def scatter(
-    q_ptr, k_ptr, v_ptr, cosine_ptr, sine_ptr, turned_ptr, keys_ptr, values_ptr, slots_ptr,
-    positions_ptr, tables_ptr,
-    q_stride, k_stride, v_stride, table_stride, stack, num_stacks, PAGE: tl.constexpr,
-    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr, VALUE_IN_KEY: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
     """Program (t, 0): token t's key, and its value unless that is part of the key. With a rotation,
-    program (t, 1 + i): block i of its query heads. Slots are listed, or follow from the positions
-    of single tokens.
+    program (t, 1 + i): block i of its query heads.
     """
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if positions_ptr is None:
-        slot = tl.load(slots_ptr + token).to(tl.int64)
-        if slot < 0:
-            return
-    else:
-        position = tl.load(positions_ptr + token)
-        if position < 0:
-            return
-        slot = slot_of(position, tables_ptr + token * table_stride + stack, num_stacks, PAGE)
+    position = tl.load(positions_ptr + token)
+    if position < 0:
+        return
+    page_ptr = pages_ptr + tl.load(offsets_ptr + token) + position // PAGE * num_stacks + stack
     if cosine_ptr is not None:
         cosine_ptr += token * (KEY_DIM // 2)
         sine_ptr += token * (KEY_DIM // 2)
     if part == 0:
-        store(
-            token, slot, k_ptr, v_ptr, cosine_ptr, sine_ptr, keys_ptr, values_ptr, k_stride,
-            v_stride,
-            KEY_DIM, BLOCK_KEY, VALUE_DIM, BLOCK_VALUE, VALUE_IN_KEY, INTERLEAVED,
-        )  # fmt: skip
+        slot = tl.load(page_ptr).to(tl.int64) * PAGE + position % PAGE
+        from_ptr, to_ptr = k_ptr + token * k_stride, keys_ptr + slot * KEY_DIM
+        if cosine_ptr is None:
+            _copy(from_ptr, to_ptr, KEY_DIM, BLOCK_KEY)
+        else:
+            _rotate(
+                from_ptr, to_ptr, cosine_ptr, sine_ptr, tl.arange(0, 1), 1, KEY_DIM, BLOCK_KEY,
+                INTERLEAVED,
+            )  # fmt: skip
+        if not VALUE_IN_KEY:
+            value_ptr = v_ptr + token * v_stride
+            _copy(value_ptr, values_ptr + slot * VALUE_DIM, VALUE_DIM, BLOCK_VALUE)
     elif cosine_ptr is not None:
-        query_ptr, query_to_ptr = q_ptr + token * q_stride, turned_ptr + token * (HEADS * KEY_DIM)
         head_H = (part - 1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         _rotate(
-            query_ptr,
-            query_to_ptr,
-            cosine_ptr,
-            sine_ptr,
-            head_H,
-            HEADS,
-            KEY_DIM,
-            BLOCK_KEY,
-            INTERLEAVED,
-        )
+            q_ptr + token * q_stride, turned_ptr + token * (HEADS * KEY_DIM), cosine_ptr, sine_ptr,
+            head_H, HEADS, KEY_DIM, BLOCK_KEY, INTERLEAVED,
+        )  # fmt: skip
