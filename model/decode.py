@@ -252,7 +252,7 @@ class DecodeStep:
         for width, offsets_R, table in zip(widths, offsets_GR, self.table.tables, strict=True):
             end = begin + num_rows * width
             pages_P[begin:end].reshape(num_rows, width)[:] = table[:num_rows, :width]
-            offsets_R[:num_rows] = range(begin, end, width)
+            offsets_R[:num_rows] = np.arange(begin, end, width)
             begin = end
 
     def rows(self) -> list[Row]:
