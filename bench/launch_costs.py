@@ -58,7 +58,7 @@ Worker._send_events."""
 class Nothing:
     """A decoder of this shape that computes nothing."""
 
-    num_parts_run, row_multiple = 0, 1
+    num_parts_run = row_multiple = 1
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec

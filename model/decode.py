@@ -108,8 +108,7 @@ class DecodeTable:
             table.settings_RN[:num_decoding] = decode.settings_RN
             table._num_needing = sum(map(needs_more, decode.samples)) if decode.needs_samples else 0
             for mine, theirs in zip(table.tables, decode.table.tables, strict=True):
-                width = min(mine.shape[1], theirs.shape[1])
-                mine[:num_decoding, :width] = theirs[:num_decoding, :width]
+                mine[:num_decoding] = theirs[:num_decoding, : mine.shape[1]]
         drawing = [
             (row.sequence, row.pages, row.sample, end - 1, row.tokens[-1], source)
             for row, end, source in zip(rows, ends, sources, strict=True)

@@ -95,11 +95,9 @@ class Problem:
     def attending(self) -> Callable[[int], Tensor]:
         """A layer's call, without the writing where the backend offers that."""
         backend, plan = self._planned()
-        return (
-            (lambda layer: backend.attend(plan, layer, self.q_BHd))
-            if hasattr(backend, "attend")
-            else self.ours()
-        )
+        if not hasattr(backend, "attend"):
+            return self.ours()
+        return lambda layer: backend.attend(plan, layer, self.q_BHd)
 
     def check(self, o_BHd: Tensor, layer: int = 0) -> None:
         """Raises AssertionError where the output of the first, a middle or the last row is not
