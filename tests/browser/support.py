@@ -99,7 +99,8 @@ def check_width(page: Any, width: int) -> None:
     """Asserts that nothing is beside a window of this width, and that controls can be hit (WCAG
     2.2, target size).
     """
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    # Canvases follow a new width one frame later.
+    page.wait_for_function("(width) => document.documentElement.scrollWidth <= width", arg=width)
     boxes = page.evaluate(
         """() => [...document.querySelectorAll("button, a:not(.skip), input, select, summary")]
         .filter((element) => element.checkVisibility())
