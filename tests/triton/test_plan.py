@@ -51,7 +51,7 @@ class Step:
             first += count
         self.num_tokens = first
 
-    def lists(self, num_decoding: int = 0, tile_rows: int = TILE_ROWS) -> StepLists[np.ndarray]:
+    def lists(self, num_decoding: int, tile_rows: int = TILE_ROWS) -> StepLists[np.ndarray]:
         """As they come from the array that is uploaded. `num_decoding`: rows that come as columns,
         at most as many as there are single tokens.
         """
