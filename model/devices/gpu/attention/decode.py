@@ -147,7 +147,7 @@ def _counted(
 
 @triton.jit
 def _joined(
-    place, num_splits, partial_ptr, peaks_ptr, sums_ptr, NUM_V: tl.constexpr,
+    place, num_splits, stored_MV, partial_ptr, peaks_ptr, sums_ptr, NUM_V: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr
 ):  # fmt: skip
     """The outputs of a tile from those of its splits. They were stored by other processors: read
@@ -167,7 +167,7 @@ def _joined(
         sum_M += weight_M * tl.load(sums_ptr + at_M, cache_modifier=".cg")
         part_ptrs = partial_ptr + at_M[:, None] * NUM_V + cols_V[None, :]
         o_MV += weight_M[:, None] * tl.load(
-            part_ptrs, mask=(cols_V < NUM_V)[None, :], other=0.0, cache_modifier=".cg"
+            part_ptrs, mask=stored_MV, other=0.0, cache_modifier=".cg"
         )
     return sum_M, o_MV
 
@@ -219,8 +219,9 @@ def decode(
         )  # fmt: skip
         if last:
             sum_M, o_MV = _joined(
-                scratch, num_splits, partial_ptr, peaks_ptr, sums_ptr, NUM_V, BLOCK_V, BLOCK_M
-            )
+                scratch, num_splits, stored_MV, partial_ptr, peaks_ptr, sums_ptr, NUM_V, BLOCK_V,
+                BLOCK_M,
+            )  # fmt: skip
     if last:
         output_ptrs = output_ptr + ((token * HEADS + head_M) * NUM_V)[:, None] + cols_V[None, :]
         tl.store(
