@@ -4,16 +4,19 @@ that need not be there.
 
 Those of attention for a model of this shape of heads, with `fp8` over keys and values in float8;
 what has a program for each row; with `int8` or `int4` the products of blocks. Prints a line of JSON
-for each: shared memory in bytes, how often each instruction stands in the code, and in each loop
-that multiplies matrices.
+for each: shared memory in bytes, registers of a thread and the bytes that it spills, how often each
+instruction stands in the code, and in each loop that multiplies matrices.
 """
 
 import json
 import re
+import subprocess
 import sys
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -114,20 +117,22 @@ def compiled(
     made = triton.compile(
         source, target=GPUTarget("cuda", architecture, 32), options=options | EXACT
     )
-    counts = {instruction: made.asm["ptx"].count(instruction) for instruction in INSTRUCTIONS}
-    measures: dict[str, Any] = {
-        "counts": counts,
-        "loops": loops(made.asm["ptx"]),
-        "cubin": len(made.asm["cubin"]),
-    }
-    measures["multiplications"] = sorted(
-        set(
-            re.findall(
-                r"(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma|fma\.rn\.f32)\S*", made.asm["ptx"]
-            )
-        )
-    )
-    return {"kernel": kernel.__name__, "shared": made.metadata.shared} | measures
+    ptx, cubin = made.asm["ptx"], made.asm["cubin"]
+    counts = {instruction: ptx.count(instruction) for instruction in INSTRUCTIONS}
+    told = {"kernel": kernel.__name__, "shared": made.metadata.shared, "cubin": len(cubin)}
+    return told | registers(cubin) | {"counts": counts, "loops": loops(ptx)}
+
+
+def registers(cubin: bytes) -> dict[str, int]:
+    """Of a thread, and the bytes of its stack, which holds those that are spilled."""
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", told)
+    assert found is not None, told
+    return {"registers": int(found[1]), "spilled": int(found[2])}
 
 
 def loops(ptx: str) -> list[dict[str, int]]:

@@ -10,6 +10,7 @@ import torch
 from msgspec import structs
 
 from model.devices.gpu.attention import configurations
+from model.devices.gpu.attention.configurations import choose_splits
 from model.layers import Rotation
 from tests.support.attention_cases import Case, captured_plan
 from tests.triton.test_kernels import NEAR
@@ -128,13 +129,15 @@ def test_every_shape_is_attention_in_float64(
     assert max(row.start for row in case.rows) > 256
 
 
-@pytest.mark.parametrize(("few", "many"), [(48, 192), (1, 192), (1, 2)])
+@pytest.mark.parametrize(("rows", "many"), [(1, 192), (24, 192), (256, 2)])
 @pytest.mark.parametrize(("window", "layer"), [(None, 0), (100, 0), (100, 2), (300, 1)])
 @torch.inference_mode()
 def test_every_class_of_rows_with_and_without_windows(
-    few: int, many: int, window: int | None, layer: int, monkeypatch: pytest.MonkeyPatch
+    rows: int, many: int, window: int | None, layer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(configurations, "FEW_ROWS", few)
+    splits = choose_splits(128, rows)
+    chosen = "model.devices.gpu.attention.backend.choose_splits"
+    monkeypatch.setattr(chosen, lambda *_: splits)
     monkeypatch.setattr(configurations, "MANY_ROWS", many)
     case = made(16, 128, None, torch.bfloat16, window=window, most=1500)
     case.rotate(interleaved=False)

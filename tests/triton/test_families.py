@@ -184,12 +184,19 @@ DETERMINISTIC = [
 """Experts in float32: of torch's numbers and ours, 16 bits take different ones."""
 
 
-def check_deterministic(
+OTHERS = [pytest.param(*each, marks=pytest.mark.slow) for each in DETERMINISTIC[4:]]
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize(
+    ("family", "number", "quantization", "dtype"), [*DETERMINISTIC[:4], *OTHERS]
+)
+def test_deterministic_decoders(
     family: str,
     number: int,
     quantization: str,
     dtype: torch.dtype,
-    folder: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All by kernels of ours, as on a GPU: log-probabilities are about torch's, and bits the same
@@ -197,7 +204,7 @@ def check_deterministic(
     """
     from model.devices.gpu.modules import SlabRouter
 
-    checkpoint = make(family, number, folder)
+    checkpoint = make(family, number, tmp_path)
     spec = read_spec(checkpoint.folder)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (2**40, 2**40))
     device = GpuDevice("cpu")
@@ -236,33 +243,6 @@ def check_deterministic(
         1e-4 if dtype is torch.float32 and quantization == "none" else 0.3
     )
     check_bits(runner)
-
-
-@pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize(("family", "number", "quantization", "dtype"), DETERMINISTIC[:4])
-def test_deterministic_decoders(
-    family: str,
-    number: int,
-    quantization: str,
-    dtype: torch.dtype,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    check_deterministic(family, number, quantization, dtype, tmp_path, monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize(("family", "number", "quantization", "dtype"), DETERMINISTIC[4:])
-def test_deterministic_decoders_of_the_others(
-    family: str,
-    number: int,
-    quantization: str,
-    dtype: torch.dtype,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    check_deterministic(family, number, quantization, dtype, tmp_path, monkeypatch)
 
 
 def score_prompt(runner: ModelRunner) -> list[float]:

@@ -70,7 +70,8 @@ class TritonBackend:
         stored = {"PAGE": pool.page_size, "VALUE_IN_KEY": pool.value_in_key} | EXACT
         self._options = stored | {"UPCAST": upcast}
         self._write_options = stored | write_sizes_of(num_heads, key_dim, value_dim)
-        rows, most = choose_decode(sizes).rows, max(INVARIANT_SPLITS.most, choose_splits(1).most)
+        most = max(INVARIANT_SPLITS.most, choose_splits(key_dim, 1).most)
+        rows = choose_decode(sizes).rows
         self.capacity = max(
             SCRATCH_BYTES // (rows * value_dim * 4), pages_for(num_heads, rows) * most
         )
@@ -101,7 +102,8 @@ class TritonBackend:
         """How so many single tokens are computed."""
         if self.batch_invariant:
             return choose_decode(self.sizes), INVARIANT_SPLITS
-        configuration, splits = choose_decode(self.sizes, num_rows), choose_splits(num_rows)
+        configuration = choose_decode(self.sizes, num_rows)
+        splits = choose_splits(self.sizes.key_dim, num_rows)
         # Of a power of two, so that few numbers of rows differ in it.
         num_tiles = num_rows * pages_for(self.num_heads, configuration.rows)
         fit = self.capacity // (1 << (num_tiles - 1).bit_length())

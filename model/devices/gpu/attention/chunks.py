@@ -4,13 +4,8 @@ The H queries of a token are H rows of one matrix over the same keys. A chunk's 
 of tokens * H rows, row r being head r % H of token r // H; a tile is BLOCK_M of these rows,
 regardless of token borders, and a program computes it over all keys that its rows see.
 
-Invariant: a row's output depends on its own sequence alone. Blocks lie at fixed positions of the
-sequence; masked keys leave a row's sums unchanged, bit for bit. It knows nothing of layers, steps
-and requests: plan.py makes its lists.
-
-A block of keys is a page, or a part of a large page: BLOCK_N divides PAGE. If VALUE_IN_KEY the
-first columns of a key are also the value, loaded once. Logits are scaled in float32: a bfloat16
-query scaled before the product would be rounded twice.
+Invariant: a row's output depends on its own sequence alone. It knows nothing of layers, steps and
+requests: plan.py makes its lists.
 
 Shape letters: M rows of a tile, N keys of a block, D first columns of a key, R its tail's, V of a
 value.
@@ -19,60 +14,7 @@ value.
 import triton
 import triton.language as tl
 
-from model.devices.gpu.attention.loads import base_of, columns, queries
-
-
-@triton.jit
-def _through(
-    low, high, q_MD, q_MR, peak_M, sum_M, o_MV, position_M, num_keys, pages_ptr, num_stacks,
-    keys_ptr, values_ptr, factor,
-    NUM_D: tl.constexpr, NUM_R: tl.constexpr, NUM_V: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, VALUE_IN_KEY: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Online softmax over blocks low .. high - 1 (Milakov, Gimelshein 2018): largest logit, sum of
-    weights and weighted values.
-    """
-    PARTS: tl.constexpr = PAGE // BLOCK_N
-    index_N = tl.arange(0, BLOCK_N)
-    # Where there are no blocks: the page of any key.
-    page = tl.load(pages_ptr + tl.minimum(low, (num_keys - 1) // BLOCK_N) // PARTS * num_stacks)
-    for block in range(low, high):
-        next_page = tl.load(pages_ptr + tl.minimum(block + 1, high - 1) // PARTS * num_stacks)
-        position_N = block * BLOCK_N + index_N
-        written_N = position_N < num_keys
-        # 64-bit offsets: a large pool has more than 2**31 elements.
-        slot = page.to(tl.int64) * PAGE + block % PARTS * BLOCK_N
-        key_ptr = keys_ptr + slot * (NUM_D + NUM_R)
-        k_ND = columns(
-            key_ptr, index_N, written_N, NUM_D, BLOCK_D, NUM_D + NUM_R, q_MD.dtype, MASKED
-        )
-        s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
-        if NUM_R > 0:
-            tail_ptr = key_ptr + NUM_D
-            k_NR = columns(
-                tail_ptr, index_N, written_N, NUM_R, BLOCK_R, NUM_D + NUM_R, q_MR.dtype, MASKED
-            )
-            s_MN = tl.dot(q_MR, tl.trans(k_NR), s_MN, input_precision="ieee")
-        if MASKED:
-            seen_MN = position_N[None, :] <= position_M[:, None]
-            if WINDOW > 0:
-                seen_MN = seen_MN & (position_N[None, :] > position_M[:, None] - WINDOW)
-            s_MN = tl.where(seen_MN, s_MN, float("-inf"))
-        new_peak_M = tl.maximum(peak_M, tl.max(s_MN, 1) * factor)
-        base_M = base_of(new_peak_M) if MASKED else new_peak_M
-        weight_MN = tl.exp2(tl.fma(s_MN, factor, -base_M[:, None]))
-        shrink_M = tl.exp2(peak_M - base_M)
-        v_NV = k_ND
-        if not VALUE_IN_KEY:
-            value_ptr = values_ptr + slot * NUM_V
-            v_NV = columns(value_ptr, index_N, written_N, NUM_V, BLOCK_V, NUM_V, q_MD.dtype, MASKED)
-        o_MV = tl.dot(
-            weight_MN.to(v_NV.dtype), v_NV, o_MV * shrink_M[:, None], input_precision="ieee"
-        )
-        peak_M, sum_M = new_peak_M, sum_M * shrink_M + tl.sum(weight_MN, 1)
-        page = next_page
-    return peak_M, sum_M, o_MV
+from model.devices.gpu.attention.online_softmax import queries, through
 
 
 @triton.jit
@@ -123,9 +65,9 @@ def attend(
         part_low, part_high = (
             (low, inner) if part == 0 else ((inner, outer) if part == 1 else (outer, high))
         )
-        peak_M, sum_M, o_MV = _through(
-            part_low, part_high, q_MD, q_MR, peak_M, sum_M, o_MV, start + token_M,
-            last_position + 1, pages_ptr, num_stacks, keys_ptr, values_ptr, factor,
+        peak_M, sum_M, o_MV = through(
+            part_low, part_high, (start + token_M)[:, None], last_position, tl.arange(0, BLOCK_N),
+            q_MD, q_MR, peak_M, sum_M, o_MV, pages_ptr, num_stacks, keys_ptr, values_ptr, factor,
             NUM_D, NUM_R, NUM_V, BLOCK_D, BLOCK_R, BLOCK_V, BLOCK_N, PAGE, WINDOW, VALUE_IN_KEY,
             part != 1,
         )  # fmt: skip

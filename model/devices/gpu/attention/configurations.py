@@ -69,8 +69,8 @@ LARGEST_SHARED = 227 * 1024
 """Bytes of shared memory of a program, of the cards that have the most."""
 LEAST_ROWS = 16
 """Rows of the smallest multiplication of matrices."""
-FEW_ROWS, MANY_ROWS = 48, 192
-"""Single tokens of a step below which it has few rows, and from which on it has many."""
+MANY_ROWS = 192
+"""Single tokens of a step from which on it has many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +101,13 @@ class Splits:
 INVARIANT_SPLITS = Splits(512, 16)
 
 
-def choose_splits(num_rows: int) -> Splits:
-    """Short and many where few rows have to occupy a card."""
-    return Splits(256, 64) if num_rows < FEW_ROWS else Splits(1024, 8)
+def choose_splits(key_dim: int, num_rows: int) -> Splits:
+    """Short and many where few rows have to occupy a card: together some 128 programs, as an H100
+    has 132 multiprocessors. A program takes twice as long for a key of more than 128 columns.
+    """
+    rows = 1 << (num_rows - 1).bit_length()
+    keys = (256 if key_dim <= 128 else 128) * min(4, max(1, rows // 16))
+    return Splits(keys, min(32, max(8, 128 // rows)))
 
 
 def fitted(found: Configuration, sizes: Sizes) -> Configuration:

@@ -2,8 +2,7 @@
 
 A program computes one tile of a token's heads over one split of its keys. Each of GROUPS warps has
 BLOCK_N keys of every block to itself, with sums of its own that are joined after the loop, so that
-the loop needs few barriers; with one group all warps share the keys. The number of a block's page
-is loaded one block ahead: a load that waits for another is not pipelined well.
+the loop needs few barriers; with one group all warps share the keys.
 
 The last program of a tile to finish, which an atomic counter tells, adds up the splits in their
 order and sets the counter back to 0.
@@ -20,7 +19,7 @@ several groups.
 import triton
 import triton.language as tl
 
-from model.devices.gpu.attention.loads import base_of, columns, queries
+from model.devices.gpu.attention.online_softmax import base_of, queries, through
 
 
 @triton.jit
@@ -49,55 +48,6 @@ def _share(position, number, split, most_splits, SIZE: tl.constexpr, WINDOW: tl.
 
 
 @triton.jit
-def _through(
-    low, high, position, q, q_tail, peak, total, o, pages_ptr, num_stacks, keys_ptr, values_ptr,
-    factor,
-    NUM_D: tl.constexpr, NUM_R: tl.constexpr, NUM_V: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
-    GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    VALUE_IN_KEY: tl.constexpr,
-):  # fmt: skip
-    """Online softmax over blocks low .. high - 1: largest logit, sum of weights and weighted values
-    of every group.
-    """
-    SIZE: tl.constexpr = GROUPS * BLOCK_N
-    PARTS: tl.constexpr = PAGE // SIZE
-    inside = tl.arange(0, BLOCK_N)
-    if GROUPS > 1:
-        inside = tl.arange(0, GROUPS)[:, None] * BLOCK_N + inside[None, :]
-    page = tl.load(pages_ptr + low // PARTS * num_stacks)
-    for block in range(low, high):
-        next_page = tl.load(pages_ptr + tl.minimum(block + 1, high - 1) // PARTS * num_stacks)
-        # 64-bit offsets: a large pool has more than 2**31 elements.
-        slot = page.to(tl.int64) * PAGE + block % PARTS * SIZE
-        there = block * SIZE + inside <= position
-        if WINDOW > 0:
-            there = there & (block * SIZE + inside > position - WINDOW)
-        key_ptr = keys_ptr + slot * (NUM_D + NUM_R)
-        k = columns(key_ptr, inside, there, NUM_D, BLOCK_D, NUM_D + NUM_R, q.dtype, True)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if NUM_R > 0:
-            k_tail = columns(
-                key_ptr + NUM_D, inside, there, NUM_R, BLOCK_R, NUM_D + NUM_R, q.dtype, True
-            )
-            s = tl.dot(q_tail, tl.trans(k_tail), s, input_precision="ieee")
-        s = tl.where(tl.expand_dims(there, -2), s, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(s, -1) * factor)
-        base = base_of(new_peak)
-        weight = tl.exp2(tl.fma(s, factor, tl.expand_dims(-base, -1)))
-        shrink = tl.exp2(peak - base)
-        v = k
-        if not VALUE_IN_KEY:
-            v = columns(
-                values_ptr + slot * NUM_V, inside, there, NUM_V, BLOCK_V, NUM_V, q.dtype, True
-            )
-        o = tl.dot(weight.to(v.dtype), v, o * tl.expand_dims(shrink, -1), input_precision="ieee")
-        peak, total = new_peak, total * shrink + tl.sum(weight, -1)
-        page = next_page
-    return peak, total, o
-
-
-@triton.jit
 def _attended(
     low, high, position, q, q_tail, pages_ptr, num_stacks, keys_ptr, values_ptr, factor,
     NUM_D: tl.constexpr, NUM_R: tl.constexpr, NUM_V: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -107,17 +57,20 @@ def _attended(
     VALUE_IN_KEY: tl.constexpr,
 ):  # fmt: skip
     """A tile over blocks low .. high - 1: largest logit, sum of weights and weighted values."""
+    inside = tl.arange(0, BLOCK_N)
     if GROUPS == 1:
         peak, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
         o = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     else:
+        inside = tl.arange(0, GROUPS)[:, None] * BLOCK_N + inside[None, :]
         peak = tl.full([GROUPS, BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([GROUPS, BLOCK_M], tl.float32)
         o = tl.zeros([GROUPS, BLOCK_M, BLOCK_V], tl.float32)
-    peak, total, o = _through(
-        low, high, position, q, q_tail, peak, total, o, pages_ptr, num_stacks, keys_ptr,
-        values_ptr, factor,
-        NUM_D, NUM_R, NUM_V, BLOCK_D, BLOCK_R, BLOCK_V, GROUPS, BLOCK_N, PAGE, WINDOW, VALUE_IN_KEY,
+    peak, total, o = through(
+        low, high, position, position, inside, q, q_tail, peak, total, o, pages_ptr, num_stacks,
+        keys_ptr, values_ptr, factor,
+        NUM_D, NUM_R, NUM_V, BLOCK_D, BLOCK_R, BLOCK_V, GROUPS * BLOCK_N, PAGE, WINDOW,
+        VALUE_IN_KEY, True,
     )  # fmt: skip
     if GROUPS > 1:
         top_M = tl.max(peak, 0)
@@ -155,20 +108,20 @@ def _joined(
     """
     place_M, cols_V = place * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_V)
     peak_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    for split in tl.range(0, num_splits, num_stages=1):
-        peak_M = tl.maximum(
-            peak_M, tl.load(peaks_ptr + place_M + split * BLOCK_M, cache_modifier=".cg")
-        )
-    base_M = base_of(peak_M)
     sum_M, o_MV = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    # Unrolled, so that the loads of several splits are on their way at once.
     for split in tl.range(0, num_splits, num_stages=1, loop_unroll_factor=4):
         at_M = place_M + split * BLOCK_M
-        weight_M = tl.exp2(tl.load(peaks_ptr + at_M, cache_modifier=".cg") - base_M)
-        sum_M += weight_M * tl.load(sums_ptr + at_M, cache_modifier=".cg")
-        part_ptrs = partial_ptr + at_M[:, None] * NUM_V + cols_V[None, :]
-        o_MV += weight_M[:, None] * tl.load(
-            part_ptrs, mask=stored_MV, other=0.0, cache_modifier=".cg"
-        )
+        split_peak_M = tl.load(peaks_ptr + at_M, cache_modifier=".cg")
+        split_sum_M = tl.load(sums_ptr + at_M, cache_modifier=".cg")
+        split_ptrs = partial_ptr + at_M[:, None] * NUM_V + cols_V[None, :]
+        split_o_MV = tl.load(split_ptrs, mask=stored_MV, other=0.0, cache_modifier=".cg")
+        new_peak_M = tl.maximum(peak_M, split_peak_M)
+        base_M = base_of(new_peak_M)
+        shrink_M, weight_M = tl.exp2(peak_M - base_M), tl.exp2(split_peak_M - base_M)
+        sum_M = sum_M * shrink_M + split_sum_M * weight_M
+        o_MV = o_MV * shrink_M[:, None] + split_o_MV * weight_M[:, None]
+        peak_M = new_peak_M
     return sum_M, o_MV
 
 
@@ -214,8 +167,7 @@ def decode(
         scratch = tile.to(tl.int64) * most_splits
         last = _counted(
             scratch + number, counters_ptr + tile, num_splits, peak_M, sum_M, o_MV, stored_MV,
-            partial_ptr, peaks_ptr, sums_ptr,
-            NUM_V, BLOCK_V, BLOCK_M,
+            partial_ptr, peaks_ptr, sums_ptr, NUM_V, BLOCK_V, BLOCK_M,
         )  # fmt: skip
         if last:
             sum_M, o_MV = _joined(
