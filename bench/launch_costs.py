@@ -49,7 +49,7 @@ SHORT = 64, 90
 """Sequences, and tokens of a prompt beside them, which is short enough for steps of two to be
 captured."""
 STEP_TOKENS = 4096
-VOCAB_SIZE = 16
+VOCAB_SIZE = 512
 PARTS = "plan", "launch", "result", "commit", "_send_events"
 """Of a step: Scheduler.plan, ModelRunner.launch, PendingStep.result, Scheduler.commit,
 Worker._send_events."""
@@ -83,7 +83,7 @@ class NoDraws:
         self, logits_SV: Any, settings: Any, drawn: Any, rows: Any, samples: Any, *_: Any
     ) -> None:
         """Packs what kernels would read."""
-        pack_redraw(rows, samples, VOCAB_SIZE)
+        pack_redraw(rows, samples, VOCAB_SIZE, True)
 
 
 class NoDevice(CpuDevice):
@@ -177,7 +177,7 @@ def measure(
         core.step()
     if mixed:
         for number in range(warm_up + steps + 2):
-            prompt = [number % VOCAB_SIZE, number // VOCAB_SIZE, *([0] * (num_prompt - 2))]
+            prompt = [number, *([0] * (num_prompt - 1))]
             scheduler.submit(num_sequences + number, prompt, 1, GREEDY)
     gc.freeze()  # As the engine does before it serves.
     for owner, part in zip((scheduler, runner, PendingStep, scheduler, worker), PARTS, strict=True):

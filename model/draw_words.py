@@ -1,6 +1,6 @@
 """What draws on a device read of samples, packed into 32-bit words on the host: settings of every
-row, and the adjustments and filters of some rows. It knows no device; model/devices/gpu/draw.py has
-the kernels that read these words.
+row, and the filters of some rows. It knows no device; model/devices/gpu/draw.py has the kernels
+that read these words.
 """
 
 from collections.abc import Sequence
@@ -24,19 +24,12 @@ LARGEST_TEMPERATURE = 1e37
 NUM_SETTINGS = 6
 """Of a row: 1 / temperature (0: greedy) and log(min_p) as float32, both halves of the seed, choice,
 output index."""
-NUM_CHANGES = 12
-"""Of an adjusted row: its index in the logits; where its history (pairs of id and count, see
-History) begins among the words and ends, nothing; where its entries (pairs of id and number)
-begin, how many there are; where its mask lies (-1: none), nothing; repetition, frequency, presence
-penalty as float32, nothing.
-"""
 NUM_LIMITS = 4
 """Of a filtered row: its index in the results, its index in the logits that are filtered, top-k (0:
 none), nothing."""
 ALIGNMENT = 4
 """Lists of numbers on a device begin at multiples of it, 16 bytes: for other addresses Triton
 compiles another kernel."""
-NO_MASK = -1
 IN_PROMPT = 1 << 30
 """Added to the number of times that a token occurs in the output, if it occurs in the prompt."""
 LEAST_ROOM = 64
@@ -148,97 +141,33 @@ class Redraw(NamedTuple):
     """Rows that are drawn again."""
 
     words: Words
-    """The changes of each row, and all that changes, limits and shares name."""
+    """Their numbers, and all that limits and shares name."""
     limits: slice
     """Where in it the limits of the filtered rows lie."""
     shares: slice
     """Where their top-p lies, as float64."""
     top_k: int
     """The largest top-k of theirs that excludes tokens; 0 where none does."""
-    is_copied: bool
-    """Whether the rows draw from a copy of their logits, which is adjusted."""
-    typical: Sequence[int]
-    """Indices of the rows that typical-p filters, and top-k and top-p before it."""
 
 
-def pack_redraw(rows: Sequence[int], samples: Sequence[Sample], num_tokens: int) -> Redraw:
-    """Packs these rows of a step, whose samples are given. `num_tokens`: of the vocabulary."""
-    words = _Sections(NUM_CHANGES * len(rows))
-    changes = words.first.reshape(len(rows), NUM_CHANGES)
-    changes[:, 0], changes[:, 6] = rows, NO_MASK
-    if adjusted := [i for i, sample in enumerate(samples) if is_adjusted(sample)]:
-        masks: dict[tuple[int, int], int] = {}
-        changes[adjusted, 1:7] = [_changes(words, samples[i], num_tokens, masks) for i in adjusted]
-        penalties = [
-            (s.repetition_penalty, s.frequency_penalty, s.presence_penalty)
-            for s in (samples[i].sampling for i in adjusted)
-        ]
-        changes[adjusted, 8:11] = np.array(penalties, np.float32).view(np.int32)
-    typical = [i for i, sample in enumerate(samples) if is_typical(sample)]
-    is_copied = bool(typical or adjusted)
+def pack_redraw(
+    rows: Sequence[int], samples: Sequence[Sample], num_tokens: int, is_copied: bool
+) -> Redraw:
+    """Packs these rows of a step, whose samples are given. `num_tokens`: of the vocabulary;
+    `is_copied`: whether they draw from copies of their logits, which typical-p has filtered.
+    """
     filtered = [
         i for i, sample in enumerate(samples) if is_filtered(sample) and not is_typical(sample)
     ]
-    limits = np.zeros((len(filtered), NUM_LIMITS), np.int32)
     settings = [samples[i].sampling for i in filtered]
-    limits[:, 0] = changes[filtered, 0]
+    limits = np.zeros((len(filtered), NUM_LIMITS), np.int32)
+    limits[:, 0] = [rows[i] for i in filtered]
     limits[:, 1] = filtered if is_copied else limits[:, 0]
     limits[:, 2] = [min(s.top_k, num_tokens) for s in settings]
     shares = np.array([s.top_p for s in settings], np.float64).view(np.int32)
-    limits_at, shares_at = (
-        slice(words.add(section.ravel()), words.size) for section in (limits, shares)
-    )
+    begin = -(-len(rows) // ALIGNMENT) * ALIGNMENT
+    end = begin + limits.size
+    words = np.zeros(end + len(shares), np.int32)
+    words[: len(rows)], words[begin:end], words[end:] = rows, limits.ravel(), shares
     top_k = max((k for k in limits[:, 2].tolist() if k < num_tokens), default=0)
-    return Redraw(np.concatenate(words.sections), limits_at, shares_at, top_k, is_copied, typical)
-
-
-class _Sections:
-    """Arrays of words that are put one behind the other."""
-
-    def __init__(self, first: int) -> None:
-        self.first = np.zeros(first, np.int32)
-        self.sections, self.size = [self.first], first
-
-    def add(self, words: Words) -> int:
-        """Where the section begins."""
-        begin, padding = self.size, -len(words) % ALIGNMENT
-        self.sections.append(words)
-        if padding:
-            self.sections.append(_PADDING[:padding])
-        self.size += len(words) + padding
-        return begin
-
-
-_PADDING = np.zeros(ALIGNMENT, np.int32)
-
-
-def _changes(
-    words: _Sections, sample: Sample, num_tokens: int, masks: dict[tuple[int, int], int]
-) -> tuple[int, ...]:
-    """Where a row's history begins and ends, nothing, where its entries begin, how many there are,
-    and where its mask lies. Rows with the same masks share one.
-    """
-    sampling, begin, end, entries_at, mask_at = sample.sampling, 0, 0, 0, NO_MASK
-    if history := history_of(sample):
-        history_N = history.pairs().ravel()
-        begin = words.add(history_N)
-        end = begin + len(history_N)
-    entries = {**sampling.logit_bias, **dict.fromkeys(banned(sample), -inf)}
-    if entries:
-        pairs = np.empty((len(entries), 2), np.int32)
-        pairs[:, 0] = list(entries)
-        pairs[:, 1] = np.array(list(entries.values()), np.float32).view(np.int32)
-        entries_at = words.add(pairs.ravel())
-    if found := [mask for mask in (sampling.allowed_tokens, sample.mask) if mask]:
-        key = id(sampling.allowed_tokens), id(sample.mask)
-        mask_at = masks[key] = masks.get(key) or words.add(_mask_words(found, num_tokens))
-    return begin, end, 0, entries_at, len(entries), mask_at
-
-
-def _mask_words(masks: Sequence[bytes], num_tokens: int) -> Words:
-    """The tokens that all masks allow. A mask ends with its largest id."""
-    bits = np.full(-(-num_tokens // 32) * 4, 0xFF, np.uint8)
-    for mask in masks:
-        bits[: len(mask)] &= np.frombuffer(mask, np.uint8)[: len(bits)]
-        bits[len(mask) :] = 0
-    return bits.view(np.int32)
+    return Redraw(words, slice(begin, end), slice(end, len(words)), top_k)

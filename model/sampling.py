@@ -4,13 +4,12 @@ choice, output index).
 There is no generator state: preempting, replaying or batching a sequence differently cannot change
 what it draws.
 
-Shape letters: S rows that sample, F rows that need sorting, V vocabulary, N tokens named by a
+Shape letters: S rows that sample, F rows that need more, V vocabulary, N tokens named by a
 request, or settings of a row, R results of a row.
 """
 
 import logging
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import chain
 from math import inf, isfinite
 from typing import NamedTuple, Protocol
@@ -19,15 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from model.adjustment import adjust
 from model.decode import DecodeStep
 from model.devices.device import Device, Key, RowDraws
 from model.draw_words import (
     GREEDY_BELOW,
-    IN_PROMPT,
-    banned,
-    history_of,
     is_adjusted,
     is_filtered,
+    is_typical,
     needs_more,
     settings_SN,
 )
@@ -153,14 +151,17 @@ class KernelDrawn:
     def _redraw(self, rows: list[int]) -> None:
         samples, (draws, settings) = [self._special[i] for i in rows], self._captured
         try:
-            draws.redraw(
-                self._logits_SV,
-                settings,
-                self._drawn_S,
-                rows,
-                samples,
-                partial(_restrict, self._device),
-            )
+            adjusted_FV = None
+            typical = [i for i, sample in enumerate(samples) if is_typical(sample)]
+            if typical or any(map(is_adjusted, samples)):
+                adjusted_FV = self._logits_SV[self._device.upload(rows)].float()
+                adjust(self._device, adjusted_FV, samples)
+            if adjusted_FV is not None and typical:
+                index = self._device.upload(typical)
+                adjusted_FV[index] = _restrict(
+                    self._device, adjusted_FV[index], [samples[i] for i in typical]
+                )
+            draws.redraw(self._logits_SV, settings, self._drawn_S, rows, samples, adjusted_FV)
         except (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError):
             raise
         except Exception:
@@ -231,8 +232,10 @@ class _Part:
     def __init__(self, device: Device, logits_SV: Tensor, samples: Sequence[Sample]) -> None:
         logits_SV = logits_SV.float()
         normaliser_S, largest_S, tokens_S = device.summary(logits_SV)
-        adjusted_SV = _adjust(device, logits_SV, samples)
-        if adjusted_SV is not logits_SV:
+        adjusted_SV = logits_SV
+        if any(map(is_adjusted, samples)):
+            adjusted_SV = logits_SV.clone(memory_format=torch.contiguous_format)
+            adjust(device, adjusted_SV, samples)
             largest_S, tokens_S = adjusted_SV.max(dim=-1)
         random = [
             i for i, sample in enumerate(samples) if sample.sampling.temperature >= GREEDY_BELOW
@@ -347,40 +350,6 @@ class _Tops:
             ):
                 tops[i] = tuple(zip(ids, logprobs, strict=False)) or tops[i]
         return tops
-
-
-def _adjust(device: Device, logits_SV: Tensor, samples: Sequence[Sample]) -> Tensor:
-    """Logits after penalties, bias and forbidden tokens. Copies only if some row needs any of
-    them.
-    """
-    rows = [i for i, sample in enumerate(samples) if is_adjusted(sample)]
-    if not rows:
-        return logits_SV
-    adjusted_SV = logits_SV.clone()
-    for i in rows:
-        _adjust_row(device, adjusted_SV[i], samples[i])
-    return adjusted_SV
-
-
-def _adjust_row(device: Device, logits_V: Tensor, sample: Sample) -> None:
-    s = sample.sampling
-    if history := history_of(sample):
-        pairs_N2 = device.upload(torch.from_numpy(history.pairs()), torch.long)
-        ids_N, counts_N = pairs_N2.T
-        counts_N = counts_N & (IN_PROMPT - 1)
-        x_N = logits_V[ids_N]
-        x_N = torch.where(x_N > 0, x_N / s.repetition_penalty, x_N * s.repetition_penalty)
-        x_N -= s.frequency_penalty * counts_N + s.presence_penalty * (counts_N > 0)
-        logits_V[ids_N] = x_N
-    if s.logit_bias:
-        ids = device.upload(list(s.logit_bias))
-        logits_V[ids] += device.upload(list(s.logit_bias.values()))
-    if excluded := banned(sample):
-        # Instead of assigning by index, which copies the number to a GPU and waits for it.
-        logits_V.index_fill_(0, device.upload(excluded), -torch.inf)
-    for mask in filter(None, (s.allowed_tokens, sample.mask)):
-        bits = np.unpackbits(np.frombuffer(mask, np.uint8), count=len(logits_V), bitorder="little")
-        logits_V.masked_fill_(device.upload(torch.from_numpy(bits)) == 0, -torch.inf)
 
 
 def _keys(samples: Sequence[Sample]) -> list[Key]:

@@ -32,9 +32,6 @@ Key = tuple[int, int, int]
 Forward = Callable[[Batch, Any], Tensor]
 """(the rows of a step, the backend's plan for it) -> their last hidden states x_TD, valid until the
 next call"""
-Restrict = Callable[[Tensor, Sequence[Sample]], Tensor]
-"""(logits_FV, their samples) -> the same logits, with -inf where top-k, top-p and typical-p exclude
-a token"""
 
 
 class Event(Protocol):
@@ -92,10 +89,11 @@ class RowDraws(Protocol):
         drawn_S: Tensor | None,
         rows: Sequence[int],
         samples: Sequence[Sample],
-        restrict: Restrict,
+        adjusted_FV: Tensor | None,
     ) -> None:
-        """Draws again for these rows, whose samples are given, from what penalties, bias, masks and
-        filters leave of their logits. `restrict` filters rows with typical-p.
+        """Draws again for these rows, whose samples are given, within top-k and top-p.
+        `adjusted_FV`: the logits that they draw from, filtered for rows with typical-p; None: the
+        model's.
         """
 
 

@@ -1,22 +1,25 @@
 """Draws to be made by a GPU's kernels, and what each must be: the race as numpy computes it in
-float64, penalties and filters as torch's on a CPU.
+float64, penalties by their definition, filters as torch's on a CPU.
 
 Each check raises AssertionError. The kernels run on the device that a check is given, which may be
 the interpreter's.
 """
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from model import sampling as torch_sampling
+from model.adjustment import adjust
 from model.devices import find_device
 from model.devices.device import Device
 from model.devices.gpu.device import GpuDevice
-from model.draw_words import pack_redraw, settings_SN
+from model.draw_words import banned, settings_SN
 from model.sampling import ALL_FINITE, begin_draw
 from model.step import Sample, SampledToken, SampleError, Sampling, bitmap
 from tests.support.draw_reference import is_clear, speeds
@@ -187,20 +190,37 @@ def check_filters(device: GpuDevice, num_rows: int, num_tokens: int) -> None:
     assert num_rejected > num_rows // 5 and clear > 0.8 * num_rows
 
 
-def check_adjusted(device: GpuDevice, num_tokens: int) -> None:
-    """Penalties, bias and masks are torch's bit for bit."""
-    from model.devices.gpu.drawing import KernelDraws
+def expected_adjusted(logits_SV: Tensor, samples: Sequence[Sample]) -> Tensor:
+    """Penalties, bias and masks by their definition, token by token, in float32."""
+    adjusted_SV = logits_SV.float().clone()
+    for row_V, sample in zip(adjusted_SV, samples, strict=True):
+        s, counts = sample.sampling, Counter(sample.output)
+        seen = {*counts, *(sample.prompt if s.repetition_penalty != 1.0 else ())}
+        for id in seen if s.penalises else ():
+            penalty = torch.tensor(s.repetition_penalty)
+            x = row_V[id] / penalty if row_V[id] > 0 else row_V[id] * penalty
+            taken = torch.tensor(s.frequency_penalty) * counts[id]
+            row_V[id] = x - (taken + torch.tensor(s.presence_penalty) * (counts[id] > 0))
+        for id, bias in s.logit_bias.items():
+            row_V[id] += bias
+        row_V[banned(sample)] = -torch.inf
+        for mask in filter(None, (s.allowed_tokens, sample.mask)):
+            is_allowed = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+            outside = set(range(len(row_V))) - set(is_allowed.nonzero()[0].tolist())
+            row_V[sorted(outside)] = -torch.inf
+    return adjusted_SV
 
+
+def check_adjusted(device: Device, num_tokens: int) -> None:
+    """Penalties, bias and masks are those of their definition bit for bit, and no other token is
+    drawn.
+    """
     samples = adjusted_samples(num_tokens)
     logits_SV = random_logits(len(samples), num_tokens, torch.bfloat16)
-    expected_SV = torch_sampling._adjust(CPU, logits_SV.float(), samples)
-    draws = KernelDraws(len(samples), num_tokens, device.torch_device)
-    order = list(reversed(range(len(samples))))
-    packed = pack_redraw(order, [samples[i] for i in order], num_tokens)
-    adjusted_FV = draws.adjusted(
-        logits_SV.to(device.torch_device), device.upload(torch.from_numpy(packed.words)), len(order)
-    )
-    assert torch.equal(adjusted_FV.cpu(), expected_SV[order])
+    expected_SV = expected_adjusted(logits_SV, samples)
+    found_SV = logits_SV.float().to(device.torch_device)
+    adjust(device, found_SV, samples)
+    assert torch.equal(found_SV.cpu(), expected_SV)
     for i, drawn in enumerate(draw(device, logits_SV, samples)):
         assert isinstance(drawn, SampledToken) and expected_SV[i, drawn.token] > -torch.inf
         assert samples[i].sampling.temperature or drawn.token == expected_SV[i].argmax()

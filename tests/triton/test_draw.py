@@ -140,14 +140,7 @@ def test_top_k_and_top_p_keep_exactly_the_set_of_a_stable_sort(number: int) -> N
     draws = KernelDraws(num_tokens, num_tokens, CPU.torch_device)
     draws.draw(logits_SV, settings, None)
     draws.results_SR[:, 0] = torch.arange(num_tokens)
-    draws.redraw(
-        logits_SV,
-        settings,
-        None,
-        range(num_tokens),
-        samples,
-        lambda *_: pytest.fail("no typical-p"),
-    )
+    draws.redraw(logits_SV, settings, None, range(num_tokens), samples, None)
     kept_V = (
         torch_sampling._keep_likeliest(
             CPU, (logits_V.double() / sampling.temperature).softmax(dim=-1)[None], samples[:1]
@@ -160,8 +153,9 @@ def test_top_k_and_top_p_keep_exactly_the_set_of_a_stable_sort(number: int) -> N
 
 
 @pytest.mark.parametrize("num_tokens", [70, 4100])
-def test_penalties_bias_and_masks_are_torchs_bit_for_bit(num_tokens: int) -> None:
+def test_penalties_bias_and_masks_are_those_of_their_definition(num_tokens: int) -> None:
     check_adjusted(GPU, num_tokens)
+    check_adjusted(CPU, num_tokens)
 
 
 @pytest.mark.parametrize("num_tokens", [70, 2100])

@@ -1,10 +1,9 @@
-"""Kernels that draw tokens: the race of a row's tokens, its logits' adjustment, and the filters
-top-k and top-p.
+"""Kernels that draw tokens: the race of a row's tokens, and the filters top-k and top-p.
 
 A draw is an exponential race (docs/why.md#draws-as-races): token v finishes at t_v / p_v, the first
 one is drawn. t_v comes from Philox (Salmon et al. 2011) with the seed as its key and a counter of
 block, output index and choice; each of a call's four words belongs to one token, so that the block
-size is part of the definition. model/draw_words.py says what settings, changes and limits are.
+size is part of the definition. model/draw_words.py says what settings and limits are.
 Invariant: a row's results are a pure function of its own logits and settings, bit for bit: its
 parts are joined in their order, by whichever program finishes last. It knows nothing of requests;
 gpu/drawing.py launches these kernels.
@@ -16,12 +15,10 @@ entries of a list, D hidden size.
 import triton
 import triton.language as tl
 
-from model import draw_words
-from model.draw_words import NUM_CHANGES, NUM_LIMITS, NUM_SETTINGS
+from model.draw_words import NUM_LIMITS, NUM_SETTINGS
 
 BLOCK = 2048
 SETTINGS = tl.constexpr(NUM_SETTINGS)
-CHANGES = tl.constexpr(NUM_CHANGES)
 LIMITS = tl.constexpr(NUM_LIMITS)
 RESULTS = tl.constexpr(5)
 """Of a row, 32 bits each: token; log-probability, normaliser and largest logit as float32; 1 if its
@@ -31,8 +28,6 @@ PART_FIELDS = tl.constexpr(6)
 whether states are finite; where the row is drawn at random the best speed and its place.
 """
 SMALLEST_STEP = tl.constexpr(5.9604645e-08)
-FIRST_PENALTY = tl.constexpr(8)
-IN_PROMPT = tl.constexpr(draw_words.IN_PROMPT)
 ENTRIES = tl.constexpr(128)
 SIGN = tl.constexpr(-(1 << 31))
 
@@ -236,7 +231,7 @@ def _are_finite(state_ptr, column_D, DEPTH: tl.constexpr):
 
 @triton.jit
 def draw(
-    logits_ptr, model_ptr, words_ptr, settings_ptr, states_ptr, parts_ptr, counters_ptr, drawn_ptr,
+    logits_ptr, model_ptr, rows_ptr, settings_ptr, states_ptr, parts_ptr, counters_ptr, drawn_ptr,
     results_ptr,
     logits_stride, model_stride, states_stride, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     PIECE: tl.constexpr, BLOCK_B: tl.constexpr,
@@ -245,14 +240,14 @@ def draw(
     """Program (i, s): block i of row s of the logits; the last one of a row joins its parts, and
     sets the row's counter back to 0.
 
-    With `words_ptr` the logits are adjusted ones: row s is the row of the model's and of the
-    results, partly known, that the changes name.
+    With `rows_ptr` the logits are adjusted ones: row s is that row of the model's and of the
+    results, partly known.
     """
     QUARTER: tl.constexpr = BLOCK_B // 4
     block, place = tl.program_id(0), tl.program_id(1)
     row, index_Q, first = place, tl.arange(0, QUARTER), block * BLOCK_B
-    if words_ptr is not None:
-        row = tl.load(words_ptr + place * CHANGES)
+    if rows_ptr is not None:
+        row = tl.load(rows_ptr + place)
     start_ptr = logits_ptr + place.to(tl.int64) * logits_stride
     settings_ptr += row * SETTINGS
     at_Q, inverse = first + index_Q, _float(settings_ptr)
@@ -292,7 +287,7 @@ def draw(
             start_ptr, settings_ptr, part_ptr, tl.num_programs(0), COLUMNS, BLOCK_B, NUM_PARTS
         )
         results_ptr += row * RESULTS
-        if words_ptr is not None:
+        if rows_ptr is not None:
             normaliser = _float(results_ptr + 2)
         else:
             tl.store(results_ptr + 2, normaliser.to(tl.int32, bitcast=True))
@@ -300,71 +295,6 @@ def draw(
             tl.store(results_ptr + 4, finite + 2 * is_finite.to(tl.int32))
         tl.store(results_ptr + 3, largest.to(tl.int32, bitcast=True))
         _store_token(drawn_ptr, results_ptr, model_ptr, row, token, normaliser, model_stride)
-
-
-@triton.jit
-def adjust(
-    logits_ptr,
-    words_ptr,
-    numbers_ptr,
-    adjusted_ptr,
-    counts_ptr,
-    logits_stride,
-    COLUMNS: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-):
-    """Program (i, f): block i of adjusted row f: penalties, then bias and forbidden tokens, then
-    the mask. `numbers_ptr` are the words as float32, `counts_ptr` the adjusted logits as integers:
-    before a row's logits they hold how often its tokens occurred.
-    """
-    place, token_B = tl.program_id(1), tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
-    first, there_B, entry_E = tl.program_id(0) * BLOCK_B, token_B < COLUMNS, tl.arange(0, ENTRIES)
-    change_ptr = words_ptr + place * CHANGES
-    penalty_ptr = numbers_ptr + place * CHANGES + FIRST_PENALTY
-    start, row = place.to(tl.int64) * COLUMNS, tl.load(change_ptr).to(tl.int64)
-    x_B = _block(logits_ptr + row * logits_stride, token_B, COLUMNS)
-
-    history, end = tl.load(change_ptr + 1), tl.load(change_ptr + 2)
-    if end > history:
-        tl.store(counts_ptr + start + token_B, token_B * 0, mask=there_B)
-        tl.debug_barrier()
-        for begin in range(history, end, 2 * ENTRIES):
-            place_E = begin + 2 * entry_E
-            id_E = tl.load(words_ptr + place_E, mask=place_E < end, other=-1)
-            count_E = tl.load(words_ptr + place_E + 1, mask=place_E < end, other=0)
-            here_E = (id_E >= first) & (id_E < first + BLOCK_B) & (id_E < COLUMNS)
-            tl.store(counts_ptr + start + id_E, count_E, mask=here_E)
-        tl.debug_barrier()
-        count_B = tl.load(counts_ptr + start + token_B, mask=there_B, other=0, volatile=True)
-        repetition = tl.load(penalty_ptr)
-        frequency = tl.load(penalty_ptr + 1)
-        presence = tl.load(penalty_ptr + 2)
-        penalised_B = tl.where(
-            x_B > 0.0, tl.div_rn(x_B, repetition + tl.zeros_like(x_B)), x_B * repetition
-        )
-        x_B = tl.where(count_B > 0, penalised_B, x_B)
-        count_B = count_B & (IN_PROMPT - 1)
-        x_B -= frequency * count_B.to(tl.float32) + presence * (count_B > 0).to(tl.float32)
-
-    mask = tl.load(change_ptr + 6)
-    if mask >= 0:
-        word_B = tl.load(words_ptr + mask + token_B // 32, mask=there_B, other=0)
-        x_B = tl.where((word_B >> (token_B % 32)) & 1 != 0, x_B, float("-inf"))
-    tl.debug_barrier()
-    tl.store(adjusted_ptr + start + token_B, x_B, mask=there_B)
-
-    entries, num_entries = tl.load(change_ptr + 4), tl.load(change_ptr + 5)
-    if num_entries > 0:
-        tl.debug_barrier()
-        for begin in range(0, num_entries, ENTRIES):
-            place_E = begin + entry_E
-            id_E = tl.load(words_ptr + entries + 2 * place_E, mask=place_E < num_entries, other=-1)
-            value_E = tl.load(
-                numbers_ptr + entries + 2 * place_E + 1, mask=place_E < num_entries, other=0.0
-            )
-            here_E = (id_E >= first) & (id_E < first + BLOCK_B) & (id_E < COLUMNS)
-            x_E = tl.load(adjusted_ptr + start + id_E, mask=here_E, other=0.0, volatile=True)
-            tl.store(adjusted_ptr + start + id_E, x_E + value_E, mask=here_E)
 
 
 @triton.jit

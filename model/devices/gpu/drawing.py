@@ -1,8 +1,8 @@
 """KernelDraws: draws of a step's rows by the kernels of gpu/draw.py.
 
-The draw of all rows can be captured. Rows whose sampling needs more are drawn again over the same
-logits, all at once: one launch adjusts their logits, one draws, one applies top-k and top-p.
-Invariant: counters are 0 between launches.
+The draw of all rows can be captured. Rows whose sampling needs more are drawn again, all at once:
+one launch draws from adjusted logits, one applies top-k and top-p. Invariant: counters are 0
+between launches.
 
 Shape letters: S rows of a step, F rows drawn again, V vocabulary, D hidden size, N settings of a
 row, R results of a row, W words.
@@ -14,9 +14,8 @@ import torch
 import triton
 from torch import Tensor
 
-from model.devices.device import Restrict
 from model.devices.gpu import EXACT, upload
-from model.devices.gpu.draw import BLOCK, PART_FIELDS, RESULTS, adjust, confine, draw
+from model.devices.gpu.draw import BLOCK, PART_FIELDS, RESULTS, confine, draw
 from model.draw_words import NUM_LIMITS, pack_redraw
 from model.step import Sample
 
@@ -56,16 +55,13 @@ class KernelDraws:
         drawn_S: Tensor | None,
         rows: Sequence[int],
         samples: Sequence[Sample],
-        restrict: Restrict,
+        adjusted_FV: Tensor | None,
     ) -> None:
-        packed = pack_redraw(rows, samples, self._num_tokens)
+        packed = pack_redraw(rows, samples, self._num_tokens, adjusted_FV is not None)
         words_W = upload(torch.from_numpy(packed.words), self._device)
         source_SV = logits_SV
-        if packed.is_copied:
-            source_SV = self.adjusted(logits_SV, words_W, len(rows))
-            if packed.typical:
-                index = upload(packed.typical, self._device, torch.long)
-                source_SV[index] = restrict(source_SV[index], [samples[i] for i in packed.typical])
+        if adjusted_FV is not None:
+            source_SV = adjusted_FV
             self._draw(source_SV, logits_SV, words_W, settings_SN, drawn_S, None)
         limits, shares = words_W[packed.limits], words_W[packed.shares]
         if len(limits):
@@ -81,23 +77,11 @@ class KernelDraws:
                 num_warps=FILTER_WARPS, **EXACT,
             )  # fmt: skip
 
-    def adjusted(self, logits_SV: Tensor, words_W: Tensor, num_rows: int) -> Tensor:
-        """Float32 copies of the rows that the words name, with penalties, bias and masks
-        applied.
-        """
-        adjusted_FV = torch.empty(num_rows, self._num_tokens, device=self._device)
-        adjust[(self._num_blocks, num_rows)](
-            logits_SV, words_W, words_W.view(torch.float32), adjusted_FV,
-            adjusted_FV.view(torch.int32), logits_SV.stride(0),
-            self._num_tokens, BLOCK, num_warps=DRAW_WARPS, **EXACT,
-        )  # fmt: skip
-        return adjusted_FV
-
     def _draw(
         self,
         logits_SV: Tensor,
         model_SV: Tensor,
-        words_W: Tensor | None,
+        rows_F: Tensor | None,
         settings_SN: Tensor,
         drawn_S: Tensor | None,
         states_SD: Tensor | None,
@@ -107,7 +91,7 @@ class KernelDraws:
         )
         piece = triton.next_power_of_2(triton.cdiv(depth, self._num_blocks))
         draw[(self._num_blocks, len(logits_SV))](
-            logits_SV, model_SV, words_W, settings_SN, states_SD, self._parts, self._counters_S,
+            logits_SV, model_SV, rows_F, settings_SN, states_SD, self._parts, self._counters_S,
             drawn_S, self.results_SR,
             logits_SV.stride(0), model_SV.stride(0), states_stride, self._num_tokens, depth, piece,
             BLOCK, self._num_parts,
