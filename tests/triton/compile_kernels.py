@@ -66,10 +66,6 @@ NUMBERS = {2: "bf16", 4: "fp32"}
 FLOAT8 = {"keys_ptr": "*fp8e4nv", "values_ptr": "*fp8e4nv"}
 POINTERS |= {"partial_ptr": "*fp32", "peaks_ptr": "*fp32", "sums_ptr": "*fp32"}
 POINTERS |= {
-    "normalisers_ptr": "*fp32",
-    "largest_ptr": "*fp32",
-}
-POINTERS |= {
     f"{name}_ptr": "*i32" for name in ("settings", "parts", "counters", "results", "limits")
 }
 POINTERS |= {"drawn_ptr": "*i64", "shares_ptr": "*fp64"}
@@ -171,13 +167,6 @@ def compile_rows(architecture: int, size: int) -> None:
     number, (inputs, outputs) = NUMBERS[size], WIDTHS
     compile_join(architecture, number, outputs)
     compile_norms(architecture, number, inputs)
-    constants = {"COLUMNS": VOCABULARY, "BLOCK": 4096}
-    tell(
-        {"architecture": architecture}
-        | compiled(
-            rows.summarise, number, architecture, constants, {}, POINTERS | {"logits_ptr": "*fp32"}
-        )
-    )
     compile_draws(architecture, number)
 
 

@@ -20,7 +20,7 @@ SHAPES = range(7)
 KERNELS = {"attend", "decode", "scatter"}
 VECTORISED = "add_norm", "norm_heads", "gate"
 """Their threads read 16 bytes at once."""
-BY_ROWS = *VECTORISED, "summarise", "draw", "confine"
+BY_ROWS = *VECTORISED, "draw", "confine"
 FLOAT8_ARCHITECTURES = 90, 100
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None, reason="triton is not installed: pip install -e '.[gpu]'"

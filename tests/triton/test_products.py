@@ -49,36 +49,40 @@ def check_invariance(compute: Callable[[Tensor], Tensor], row: Tensor, most: int
 @torch.inference_mode()
 @pytest.mark.parametrize("num_rows", [0, 1, 255, 256, 700])
 def test_rows_in_slabs_are_products_of_one_shape(num_rows: int) -> None:
-    from model.devices.gpu.modules import SLAB, SlabEmbedding, SlabLinear, SlabRouter, in_slabs
+    from model.devices.gpu.modules import SLAB, CublasLinear, in_slabs, multiply_in_slabs
 
     seen = []
     x = torch.randn(num_rows, 3, 4)
     y = in_slabs(lambda slab: seen.append(slab.shape) or slab.sum(dim=-1), x)
     assert torch.equal(y, x.sum(dim=-1)) and set(seen) <= {torch.Size([SLAB, 3, 4]), x.shape}
-    linear, router, table = Linear(40, 24), Router(40, 24, bias=False), Embedding(24, 40)
+    linear, router, table = (
+        CublasLinear(Linear(40, 24)),
+        Router(40, 24, bias=False),
+        Embedding(24, 40),
+    )
     x = torch.randn(num_rows, 40)
     expected = linear(x), router(x), table.logits(x)
-    router.__class__, table.__class__ = SlabRouter, SlabEmbedding
-    for actual, right in zip(
-        (SlabLinear(linear)(x), router(x), table.logits(x)), expected, strict=True
-    ):
+    for module in (linear, router, table):
+        multiply_in_slabs(module)
+        assert {"forward", "logits"} & vars(module).keys()
+    for actual, right in zip((linear(x), router(x), table.logits(x)), expected, strict=True):
         assert near(actual, right, 1e-6)
 
 
 def test_products_that_depend_on_a_rows_place_are_refused(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from model.devices.gpu.modules import SlabLinear, SlabProducts
+    from model.devices.gpu.modules import CublasLinear, SlabProducts
 
     spec = read_spec(tiny_folder)
     load_decoder(tiny_folder, spec, torch.float32, torch.device("cpu"), SlabProducts())
-    forward = SlabLinear.forward
+    forward = CublasLinear.forward
 
-    def by_place(module: SlabLinear, x: Tensor) -> Tensor:
+    def by_place(module: CublasLinear, x: Tensor) -> Tensor:
         y = forward(module, x)
         return y + 1e-6 * torch.arange(len(y))[:, None]
 
-    monkeypatch.setattr(SlabLinear, "forward", by_place)
+    monkeypatch.setattr(CublasLinear, "forward", by_place)
     with pytest.raises(OptionError, match=r"engine\.deterministic"):
         load_decoder(tiny_folder, spec, torch.float32, torch.device("cpu"), SlabProducts())
 
@@ -110,13 +114,6 @@ def test_a_summary_is_torchs(vocab_size: int) -> None:
     check_invariance(
         lambda x: torch.stack(list(map(torch.Tensor.double, summary(x)))).T, logits[2], 12
     )
-    for bad in (torch.nan, torch.inf, -torch.inf):
-        spoilt = logits.clone()
-        spoilt[2] = bad
-        assert not summary(spoilt)[0][2].isfinite() and torch.equal(
-            summary(spoilt)[0][:2], normaliser[:2]
-        )
-        assert 0 <= summary(spoilt)[2][2] < vocab_size
 
 
 def test_rows_that_begin_anywhere_are_computed_where_all_others_are() -> None:
@@ -139,7 +136,7 @@ def test_a_gpu_gets_them_when_it_is_asked_to(
     deterministic: bool, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU's device over the CPU."""
-    from model.devices.gpu.modules import GpuNorm, SlabLinear
+    from model.devices.gpu.modules import GpuNorm
 
     monkeypatch.setattr("model.runner.runner.find_device", lambda *_: GpuDevice("cpu"))
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (2**40, 2**40))
@@ -148,7 +145,7 @@ def test_a_gpu_gets_them_when_it_is_asked_to(
     runner = ModelRunner.load(tiny_folder, read_spec(tiny_folder), options)
     assert isinstance(runner.decoder.final_norm, GpuNorm)
     assert (
-        isinstance(runner.decoder.get_submodule("blocks.0.mlp.down"), SlabLinear)
+        ("forward" in vars(runner.decoder.get_submodule("blocks.0.mlp.down")))
         is deterministic
         is runner.deterministic
     )

@@ -10,6 +10,7 @@ bytes of a block, j those of its numbers.
 """
 
 from math import prod
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -44,15 +45,9 @@ class GpuBlockMatrix(RowMatrix):
     """Views of the weight."""
 
     def __init__(
-        self,
-        num_rows: int,
-        num_columns: int,
-        form: BlockFormat,
-        dtype: torch.dtype,
-        *,
-        fixed_tile: bool,
+        self, matrix: nn.Module, form: BlockFormat, dtype: torch.dtype, *, fixed_tile: bool
     ) -> None:
-        heads = HEADS[form.name]
+        (num_rows, num_columns), heads = cast(Tensor, matrix.weight).shape, HEADS[form.name]
         stored_rows = -(-num_rows // OUTPUTS) * OUTPUTS
         num_blocks = -(-num_columns // INPUTS) * INPUTS // BLOCK
         super().__init__(
@@ -60,6 +55,7 @@ class GpuBlockMatrix(RowMatrix):
                 stored_rows * num_blocks * form.block_bytes, dtype=torch.uint8, device="meta"
             )
         )
+        self.bias: Tensor | None = getattr(matrix, "bias", None)
         self.form = form
         self.shape = (num_rows, num_columns)
         self.dtype = dtype
@@ -125,10 +121,10 @@ class GpuBlockMatrix(RowMatrix):
         """Rows of the matrix by number."""
         return dequantized(self.stored, 0, len(ids_T), self.dtype, ids_T)
 
-    def product(self, x: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    def product(self, x: Tensor) -> Tensor:
         """x W^T + b in x's dtype."""
         y_TO = multiply_blocks(
-            x.reshape(-1, x.shape[-1]), self.stored, bias_O, fixed_tile=self.fixed_tile
+            x.reshape(-1, x.shape[-1]), self.stored, self.bias, fixed_tile=self.fixed_tile
         )
         return y_TO.view(*x.shape[:-1], self.shape[0])
 
@@ -136,29 +132,14 @@ class GpuBlockMatrix(RowMatrix):
 class GpuBlockLinear(GpuBlockMatrix):
     """Replaces a Linear."""
 
-    def __init__(
-        self, linear: nn.Linear, form: BlockFormat, dtype: torch.dtype, *, fixed_tile: bool
-    ) -> None:
-        super().__init__(
-            linear.out_features, linear.in_features, form, dtype, fixed_tile=fixed_tile
-        )
-        self.bias = linear.bias
-
     def forward(self, x: Tensor) -> Tensor:
-        return self.product(x, self.bias)
+        return self.product(x)
 
 
 class GpuBlockEmbedding(GpuBlockMatrix):
     """Replaces an Embedding, as a table and, if it is the token embedding of a tied model, as the
     head.
     """
-
-    def __init__(
-        self, embedding: nn.Embedding, form: BlockFormat, dtype: torch.dtype, *, fixed_tile: bool
-    ) -> None:
-        super().__init__(
-            embedding.num_embeddings, embedding.embedding_dim, form, dtype, fixed_tile=fixed_tile
-        )
 
     def forward(self, ids_T: Tensor) -> Tensor:
         return self.rows(ids_T)
@@ -168,17 +149,10 @@ class GpuBlockEmbedding(GpuBlockMatrix):
         return self.product(x_SD)
 
 
-def _replace(decoder: Decoder, form: BlockFormat, dtype: torch.dtype, *, fixed_tile: bool) -> None:
-    def replacement(module: nn.Module) -> nn.Module | None:
-        if type(module) is Linear:
-            return GpuBlockLinear(module, form, dtype, fixed_tile=fixed_tile)
-        return (
-            GpuBlockEmbedding(module, form, dtype, fixed_tile=fixed_tile)
-            if type(module) is Embedding
-            else None
-        )
-
-    replace_modules(decoder, replacement)
+IN_BLOCKS: dict[type[nn.Module], type[GpuBlockMatrix]] = {
+    Linear: GpuBlockLinear,
+    Embedding: GpuBlockEmbedding,
+}
 
 
 class BlockProducts(CublasProducts):
@@ -187,15 +161,18 @@ class BlockProducts(CublasProducts):
     """
 
     def replace(self, decoder: Decoder, dtype: torch.dtype) -> None:
-        _replace(decoder, FORMATS[self.quantization], dtype, fixed_tile=False)
+        form, fixed_tile = FORMATS[self.quantization], self.batch_invariant
+
+        def replacement(module: nn.Module) -> nn.Module | None:
+            found = IN_BLOCKS.get(type(module))
+            return None if found is None else found(module, form, dtype, fixed_tile=fixed_tile)
+
+        replace_modules(decoder, replacement)
 
 
-class InvariantBlockProducts(SlabProducts):
+class InvariantBlockProducts(BlockProducts, SlabProducts):
     """Products of matrices in blocks by our kernels, with tiles that do not depend on the number of
     rows; others in slabs.
     """
 
     row_multiple = 1
-
-    def replace(self, decoder: Decoder, dtype: torch.dtype) -> None:
-        _replace(decoder, FORMATS[self.quantization], dtype, fixed_tile=True)

@@ -101,27 +101,21 @@ class GpuDevice(Device):
         return self.invariant_backend if deterministic else "triton-fast"
 
     def products(self, dtypes: Dtypes, quantization: str, deterministic: bool) -> Products:
-        if quantization in FORMATS:
-            return self._block_products(quantization, deterministic)
-        if not self._has_kernels:
-            return Products(quantization, "cublas")
-        from model.devices.gpu.modules import CublasProducts, SlabProducts
-
-        return (SlabProducts if deterministic else CublasProducts)(quantization, "cublas")
-
-    def _block_products(self, quantization: str, deterministic: bool) -> Products:
-        if not self._has_kernels:
+        in_blocks = quantization in FORMATS
+        if in_blocks and not self._has_kernels:
             raise OptionError(
                 f"engine.quantization {quantization} on {self.name} needs triton; expected none "
                 "without it"
             )
+        if not self._has_kernels:
+            return Products(quantization, "cublas")
         from model.devices.gpu.block_modules import BlockProducts, InvariantBlockProducts
+        from model.devices.gpu.modules import CublasProducts, SlabProducts
 
-        return (
-            InvariantBlockProducts(quantization, "triton")
-            if deterministic
-            else BlockProducts(quantization, "cublas")
-        )
+        if deterministic and in_blocks:
+            return InvariantBlockProducts(quantization, "triton")
+        found = SlabProducts if deterministic else BlockProducts if in_blocks else CublasProducts
+        return found(quantization, "cublas")
 
     def refusal(self) -> str:
         return card.shortcoming(self.torch_device) if self._has_kernels else ""
@@ -138,8 +132,7 @@ class GpuDevice(Device):
     def memory(self) -> tuple[int, int]:
         return torch.cuda.mem_get_info(self.torch_device)
 
-    def own_memory(self) -> tuple[int, int]:
-        return self.memory()
+    own_memory = memory
 
     def memory_in_words(self) -> str:
         return card.memory_in_words(self.torch_device)

@@ -45,8 +45,22 @@ class KernelDraws:
         settings_SN: Tensor,
         drawn_S: Tensor | None,
         states_SD: Tensor | None = None,
+        model_SV: Tensor | None = None,
+        rows_F: Tensor | None = None,
     ) -> None:
-        self._draw(logits_SV, logits_SV, None, settings_SN, drawn_S, states_SD)
+        """With `rows_F` the logits are adjusted ones of these rows of the model's."""
+        model_SV = logits_SV if model_SV is None else model_SV
+        depth, states_stride = (
+            (1, 0) if states_SD is None else (states_SD.shape[1], states_SD.stride(0))
+        )
+        piece = triton.next_power_of_2(triton.cdiv(depth, self._num_blocks))
+        draw[(self._num_blocks, len(logits_SV))](
+            logits_SV, model_SV, rows_F, settings_SN, states_SD, self._parts, self._counters_S,
+            drawn_S, self.results_SR,
+            logits_SV.stride(0), model_SV.stride(0), states_stride, self._num_tokens, depth, piece,
+            BLOCK, self._num_parts,
+            num_warps=DRAW_WARPS, **EXACT,
+        )  # fmt: skip
 
     def redraw(
         self,
@@ -62,7 +76,7 @@ class KernelDraws:
         source_SV = logits_SV
         if adjusted_FV is not None:
             source_SV = adjusted_FV
-            self._draw(source_SV, logits_SV, words_W, settings_SN, drawn_S, None)
+            self.draw(source_SV, settings_SN, drawn_S, None, logits_SV, words_W)
         limits, shares = words_W[packed.limits], words_W[packed.shares]
         if len(limits):
             unit = 2.0 ** (62 - self._num_tokens.bit_length())
@@ -76,24 +90,3 @@ class KernelDraws:
                 logits_SV.stride(0), unit, self._num_tokens, BLOCK, FILTER_SIZE,
                 num_warps=FILTER_WARPS, **EXACT,
             )  # fmt: skip
-
-    def _draw(
-        self,
-        logits_SV: Tensor,
-        model_SV: Tensor,
-        rows_F: Tensor | None,
-        settings_SN: Tensor,
-        drawn_S: Tensor | None,
-        states_SD: Tensor | None,
-    ) -> None:
-        depth, states_stride = (
-            (1, 0) if states_SD is None else (states_SD.shape[1], states_SD.stride(0))
-        )
-        piece = triton.next_power_of_2(triton.cdiv(depth, self._num_blocks))
-        draw[(self._num_blocks, len(logits_SV))](
-            logits_SV, model_SV, rows_F, settings_SN, states_SD, self._parts, self._counters_S,
-            drawn_S, self.results_SR,
-            logits_SV.stride(0), model_SV.stride(0), states_stride, self._num_tokens, depth, piece,
-            BLOCK, self._num_parts,
-            num_warps=DRAW_WARPS, **EXACT,
-        )  # fmt: skip

@@ -6,7 +6,8 @@ kernel, which may sum in another order, for an address that is no multiple of 16
 address are copied first.
 
 Shape letters: T tokens or rows, O output columns, D columns of a norm, H query heads, d columns of
-a head, F intermediate size, E twice that, S rows of logits, V vocabulary.
+a head, F intermediate size, E twice that, S rows of logits, V vocabulary, N settings of a
+draw.
 """
 
 from collections.abc import Sequence
@@ -17,13 +18,14 @@ from torch import Tensor
 
 from model.devices.gpu import EXACT
 from model.devices.gpu import rows as kernels
+from model.devices.gpu.drawing import KernelDraws
 from model.devices.gpu.products import join
+from model.draw_words import NUM_SETTINGS
 from model.layers import Branch
 
 ADDRESS_MULTIPLE = 16
 JOINED_AT_ONCE = 1024
 GATE_BLOCK = 1024
-SUMMARY_BLOCK = 4096
 
 
 def join_parts(sums: Tensor, bias_O: Tensor | None, y: Tensor, activation: str = "none") -> None:
@@ -112,20 +114,14 @@ def gate(x_TE: Tensor, activation: str) -> Tensor:
 
 
 def summary(logits_SV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(normaliser_S, largest_S, tokens_S) of float32 logits, see Device.summary."""
-    assert logits_SV.dtype is torch.float32
-    logits_SV = in_place(logits_SV)
-    # Two allocations, so that both addresses are aligned.
-    normaliser_S, largest_S = (logits_SV.new_empty(len(logits_SV)) for _ in range(2))
-    tokens_S = torch.empty(len(logits_SV), dtype=torch.long, device=logits_SV.device)
-    columns = logits_SV.shape[1]
-    if len(logits_SV):
-        block = min(SUMMARY_BLOCK, 1 << (columns - 1).bit_length())
-        options = {"num_warps": _warps(block), **EXACT}
-        kernels.summarise[(len(logits_SV),)](
-            logits_SV, normaliser_S, largest_S, tokens_S, columns, block, **options
-        )
-    return normaliser_S, largest_S, tokens_S
+    """(normaliser_S, largest_S, tokens_S), see Device.summary: what a greedy draw tells."""
+    (num_rows, num_tokens), place = logits_SV.shape, logits_SV.device
+    draws = KernelDraws(num_rows, num_tokens, place)
+    if num_rows:
+        settings_SN = torch.zeros(num_rows, NUM_SETTINGS, dtype=torch.int32, device=place)
+        draws.draw(in_place(logits_SV), settings_SN, None)
+    numbers_SR = draws.results_SR.view(torch.float32)
+    return numbers_SR[:, 2], numbers_SR[:, 3], draws.results_SR[:, 0].long()
 
 
 def softmax(x_TE: Tensor) -> Tensor:

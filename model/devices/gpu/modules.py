@@ -11,7 +11,7 @@ Shape letters: T tokens, S rows whose logits are wanted, H query heads, D hidden
 c columns of the latent, p of a head without position, v of a head's value.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -75,58 +75,42 @@ def in_slabs(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return (slabs[0] if len(slabs) == 1 else torch.cat(slabs))[: len(x)]
 
 
-class SlabLinear(CublasLinear):
-    """Replaces a Linear."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return in_slabs(super().forward, x)
+Widths = dict[str, Callable[[Any], Sequence[int]]]
 
 
-class SlabRouter(Router):
-    """The same router."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return in_slabs(super().forward, x)
+def _inputs(module: Any) -> Sequence[int]:
+    return tuple(module.weight.shape[1:])
 
 
-class SlabEmbedding(Embedding):
-    """The same table; as the head of a tied model, in slabs."""
+IN_SLABS: dict[type[nn.Module], Widths] = {
+    CublasLinear: {"forward": _inputs},
+    Router: {"forward": _inputs},
+    Embedding: {"logits": _inputs},
+    HeadProjections: {
+        "keys": lambda heads: (heads.num_heads, heads.latent.plain_dim),
+        "values": lambda heads: (heads.num_heads, heads.latent.rank),
+    },
+}
+"""The products of modules, with the shape of a row of x."""
 
-    def logits(self, x_SD: Tensor) -> Tensor:
-        return in_slabs(super().logits, x_SD)
 
-
-class SlabHeads(HeadProjections):
-    """The same projections."""
-
-    def keys(self, q_THp: Tensor) -> Tensor:
-        return in_slabs(super().keys, q_THp)
-
-    def values(self, o_THc: Tensor) -> Tensor:
-        return in_slabs(super().values, o_THc)
+def multiply_in_slabs(module: nn.Module) -> None:
+    """Computes the products of a module in slabs."""
+    for name in IN_SLABS.get(type(module), ()):
+        setattr(module, name, partial(in_slabs, getattr(module, name)))
 
 
 def prove_places(decoder: Decoder) -> None:
-    """Raises OptionError if a row of some product in slabs has other bits at another place. Of each
-    shape one is computed, with its rows in two orders.
+    """Raises OptionError if a row of some product has other bits at another place. Of each shape
+    one is computed, with its rows in two orders.
     """
     proved = set()
     for module in decoder.modules():
-        found: list[tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = []
-        if isinstance(module, SlabLinear | SlabRouter):
-            found = [(module, module.weight.shape[1:])]
-        elif isinstance(module, SlabEmbedding) and decoder.head is None:
-            found = [(module.logits, module.weight.shape[1:])]
-        elif isinstance(module, SlabHeads):
-            latent = module.latent
-            found = [
-                (module.keys, (module.num_heads, latent.plain_dim)),
-                (module.values, (module.num_heads, latent.rank)),
-            ]
-        for product, width in found:
-            weight = cast(Tensor, module.weight)
+        for name, width_of in IN_SLABS.get(type(module), {}).items():
+            product: Callable[[Tensor], Tensor] = getattr(module, name)
+            weight, width = cast(Tensor, module.weight), width_of(module)
             shape = type(module), weight.shape, getattr(module, "activation", None), width
-            if shape in proved:
+            if shape in proved or (isinstance(module, Embedding) and decoder.head is not None):
                 continue
             proved.add(shape)
             x = torch.randn(SLAB, *width, dtype=weight.dtype, device=weight.device)
@@ -139,14 +123,11 @@ def prove_places(decoder: Decoder) -> None:
                 )
 
 
-NORMS: dict[type[nn.Module], Any] = {LayerNorm: GpuNorm, RMSNorm: GpuNorm}
-CUBLAS = NORMS | {Linear: CublasLinear}
-IN_PLACE: dict[type[nn.Module], Any] = {
-    Router: SlabRouter,
-    Embedding: SlabEmbedding,
-    HeadProjections: SlabHeads,
+REPLACEMENTS: dict[type[nn.Module], Any] = {
+    LayerNorm: GpuNorm,
+    RMSNorm: GpuNorm,
+    Linear: CublasLinear,
 }
-"""Modules that become another class's: what they hold stays as it is."""
 
 
 class CublasProducts(Products):
@@ -154,15 +135,11 @@ class CublasProducts(Products):
     gates are one launch each.
     """
 
-    replacements = CUBLAS
-
     def finish(self, decoder: Decoder) -> None:
         super().finish(decoder)
         replace_modules(
             decoder,
-            lambda module: (
-                found(module) if (found := self.replacements.get(type(module))) else None
-            ),
+            lambda module: found(module) if (found := REPLACEMENTS.get(type(module))) else None,
         )
         for module in decoder.modules():
             if isinstance(module, Block):
@@ -177,14 +154,13 @@ class SlabProducts(CublasProducts):
     """cuBLAS's products in slabs."""
 
     batch_invariant = True
-    replacements = NORMS | {Linear: SlabLinear}
     row_multiple = SLAB
 
     def finish(self, decoder: Decoder) -> None:
         super().finish(decoder)
         decoder.row_multiple = self.row_multiple
         for module in decoder.modules():
-            module.__class__ = IN_PLACE.get(type(module), type(module))
+            multiply_in_slabs(module)
             if isinstance(module, MixtureOfExperts):
                 module.softmax = softmax
         with torch.inference_mode():

@@ -1,12 +1,12 @@
-"""Kernels with one program for each row, or block of a row: norms with the sums before them, gates,
-and the summary of logits for sampling.
+"""Kernels with one program for each row, or block of a row: norms with the sums before them, and
+gates.
 
 Invariant (batch-invariant): a program processes its row in an order that depends on the row's width
 alone. Sums and norms are computed in float32, and rounded where torch's operations round: a branch
 that has been normalised, each sum, and the norm of the last one.
 
-Shape letters: T tokens, D columns of a normed row, N columns of a block of logits, F of a block of
-an MLP's intermediate size.
+Shape letters: T tokens, D columns of a normed row, F columns of a block of an MLP's intermediate
+size.
 """
 
 import triton
@@ -111,34 +111,3 @@ def gate(x_ptr, y_ptr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: t
     there_F, x_ptr = col_F < COLUMNS, x_ptr + row * (2 * COLUMNS)
     y_F = activated(_row(x_ptr, col_F, there_F), ACTIVATION) * _row(x_ptr + COLUMNS, col_F, there_F)
     tl.store(y_ptr + row * COLUMNS + col_F, y_F.to(y_ptr.dtype.element_ty), mask=there_F)
-
-
-@triton.jit
-def summarise(
-    logits_ptr, normalisers_ptr, largest_ptr, tokens_ptr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Program s: the logarithm of the sum of row s's exponentials, its largest number and the first
-    index of that.
-
-    A NaN makes the normaliser NaN.
-    """
-    row, index_N = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    start_ptr = logits_ptr + row * COLUMNS
-    peak_N, place_N = tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([BLOCK], tl.int32)
-    for first in range(0, COLUMNS, BLOCK):
-        x_N = tl.load(
-            start_ptr + first + index_N, mask=first + index_N < COLUMNS, other=float("-inf")
-        )
-        place_N = tl.where(x_N > peak_N, first + index_N, place_N)
-        peak_N = tl.where(x_N > peak_N, x_N, peak_N)
-    largest = tl.max(peak_N, 0)
-    place = tl.min(tl.where(peak_N == largest, place_N, COLUMNS - 1), 0)
-    sum_N = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, COLUMNS, BLOCK):
-        x_N = tl.load(
-            start_ptr + first + index_N, mask=first + index_N < COLUMNS, other=float("-inf")
-        )
-        sum_N += tl.exp(x_N - largest)
-    tl.store(normalisers_ptr + row, tl.log(tl.sum(sum_N, 0)) + largest)
-    tl.store(largest_ptr + row, largest)
-    tl.store(tokens_ptr + row, place.to(tl.int64))

@@ -20,6 +20,7 @@ from model.devices.gpu import EXACT, upload
 from model.devices.gpu.attention.chunks import attend
 from model.devices.gpu.attention.configurations import (
     INVARIANT_SPLITS,
+    MOST_SPLITS,
     Configuration,
     Sizes,
     Splits,
@@ -70,10 +71,9 @@ class TritonBackend:
         stored = {"PAGE": pool.page_size, "VALUE_IN_KEY": pool.value_in_key} | EXACT
         self._options = stored | {"UPCAST": upcast}
         self._write_options = stored | write_sizes_of(num_heads, key_dim, value_dim)
-        most = max(INVARIANT_SPLITS.most, choose_splits(key_dim, 1).most)
         rows = choose_decode(sizes).rows
         self.capacity = max(
-            SCRATCH_BYTES // (rows * value_dim * 4), pages_for(num_heads, rows) * most
+            SCRATCH_BYTES // (rows * value_dim * 4), pages_for(num_heads, rows) * MOST_SPLITS
         )
         """Partial outputs that the scratch memory holds."""
         self.partial = torch.empty(

@@ -99,6 +99,8 @@ class Splits:
 
 
 INVARIANT_SPLITS = Splits(512, 16)
+MOST_SPLITS = 32
+"""Of a token, in any step."""
 
 
 def choose_splits(key_dim: int, num_rows: int) -> Splits:
@@ -107,7 +109,7 @@ def choose_splits(key_dim: int, num_rows: int) -> Splits:
     """
     rows = 1 << (num_rows - 1).bit_length()
     keys = (256 if key_dim <= 128 else 128) * min(4, max(1, rows // 16))
-    return Splits(keys, min(32, max(8, 128 // rows)))
+    return Splits(keys, min(MOST_SPLITS, max(8, 128 // rows)))
 
 
 def fitted(found: Configuration, sizes: Sizes) -> Configuration:
