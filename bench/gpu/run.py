@@ -1,26 +1,30 @@
 """Everything that is measured on a GPU, in one run of ten minutes: figures, requirements met or
 missed, one archive.
 
-    python -m bench.gpu [right|fast|all] --output DIR [--only PART,...] [--minutes 9.5] [--device
-    cuda] [--small]
+    python -m bench.gpu [right|fast|all] --output DIR [--only PART,...] [--minutes 9.5]
+                        [--device cuda] [--small]
 
-right  does it compute the right numbers, and where does the time of a step go: for the first visit
-to a host fast   throughput, latencies, attention, other configurations all    the parts of both,
-and peers; the default
+right       does it compute the right numbers, and where does the time of a step go: for the first
+            visit to a host
+fast        throughput, latencies, attention, other configurations
+all         the parts of both, and peers; the default
 
-imports    torch and Triton are imported, which takes a minute on a cold machine
-ceilings   bytes per second of a copy and of a read,
-operations per second of a matrix product; at both ends of a run
-check      kernels and CUDA graphs beside the reference, on ragged batches of every published shape
-draws      tokens drawn at published vocabularies, beside numpy and torch
-families   tiny decoders of every family, in chunks, by token, and replayed, beside the reference
-numerics   logits of the embedded model beside the CPU's reference; whether requests are batch-invariant
-profile    a decode step's seconds on the device by kernel, and on the host
-step       a step of a model of StarCoderBase-1B's shape, beside its floor; which requests' launches wait for the device
-serve      the workload of nano-vllm's bench (256 sequences, 133,966 output tokens) on an engine here, the host's parts of a step, and
-           the same over HTTP
-attention  the decode kernel at four models' heads, beside SDPA, FlashInfer (where it is installed) and FlexAttention
-peers      transformers on that workload: generate with a static cache, continuous batching
+imports     torch and Triton are imported, which takes a minute on a cold machine
+ceilings    bytes per second of a copy and of a read, operations per second of a matrix product; at
+            both ends of a run
+check       kernels and CUDA graphs beside the reference, on ragged batches of every published shape
+draws       tokens drawn at published vocabularies, beside numpy and torch
+families    tiny decoders of every family, in chunks, by token, and replayed, beside the reference
+numerics    logits of the embedded model beside the CPU's reference; whether requests are
+            batch-invariant
+profile     a decode step's seconds on the device by kernel, and on the host
+step        a step of a model of StarCoderBase-1B's shape, beside its floor; which requests'
+            launches wait for the device
+serve       the workload of nano-vllm's bench (256 sequences, 133,966 output tokens) on an engine
+            here, the host's parts of a step, and the same over HTTP
+attention   the decode kernel at four models' heads, beside SDPA, FlashInfer (where it is installed)
+            and FlexAttention
+peers       transformers on that workload: generate with a static cache, continuous batching
 
 Each part is a process with a share of the time. What it finds is in DIR/gpu.zip at once: gpu.json
 with every figure, the log of each part, and at the end report.txt and gpu.png. A run that is killed
@@ -28,7 +32,7 @@ keeps what it has found. A part that fails or is out of time is written down as 
 run. Shares and floors need `ceilings`, ratios `serve`. Kernels need torch, Triton, NumPy, msgspec
 and safetensors; a part whose packages are missing says so. `--device cpu --small` runs every line
 on tiny shapes without a GPU, where speeds are not judged. Exit status 1 where a bar is missed.
-"""  # noqa: E501
+"""
 
 import argparse
 import os
