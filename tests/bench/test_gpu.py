@@ -148,7 +148,7 @@ WHOLE: dict[str, Any] = {
 MUTANTS: dict[str, tuple[Any, ...]] = {
     "ceilings_after/matmul/rate": (740e12, "copy and matrix product at the end"),
     "attention/onehead/16x128/256x2048/seconds": (1e-4, "85% of the copy"),
-    "attention/onehead/16x128/1x1024/seconds": (8.1e-6, "8 us for 1x1024"),
+    "attention/onehead/16x128/1x1024/seconds": (10.6e-6, "10.5 us for 1x1024"),
     "attention/onehead/71x64/256x8192": (
         {"failed": "RuntimeError"},
         "every part ran whole",
