@@ -64,7 +64,8 @@ time.sleep(0.05)
 first, end = ticks(), time.monotonic() + 1
 while time.monotonic() < end:
     assert computes(2)
-assert sum(now - then > 5 for now, then in zip(ticks(), first)) <= 1, (first, ticks())
+grown = sorted(now - then for now, then in zip(ticks(), first))
+assert 3 * grown[-2] < grown[-1], grown  # One works; the others may have waited a little for work.
 """  # noqa: E501
 
 
