@@ -1,4 +1,5 @@
-"""What penalties, bias and masks make of the logits of all rows that ask for any, at once.
+"""Logit processing before sampling: repetition, frequency and presence penalties, logit bias,
+forbidden tokens and token masks, for all rows of a step at once.
 
 Invariant: a row's logits depend on its own logits and sample, bit for bit. Nothing here waits for
 the device. It knows nothing of temperatures and filters.
@@ -33,6 +34,9 @@ def adjust(device: Device, logits_FV: Tensor, samples: Sequence[Sample]) -> None
 
 
 def _penalise(device: Device, logits_FV: Tensor, samples: Sequence[Sample]) -> None:
+    """Repetition penalty (Keskar et al. 2019, section 4.1), then frequency and presence penalties
+    (as OpenAI's API defines them).
+    """
     histories = [history_of(sample) for sample in samples]
     pairs = [_NONE if history is None else history.pairs() for history in histories]
     counts, settings = list(map(len, pairs)), [sample.sampling for sample in samples]
@@ -54,7 +58,7 @@ def _penalise(device: Device, logits_FV: Tensor, samples: Sequence[Sample]) -> N
 
 
 def _add(device: Device, logits_FV: Tensor, samples: Sequence[Sample]) -> None:
-    """Bias, and -inf for forbidden tokens."""
+    """Adds the logit bias, and -inf to forbidden tokens."""
     entries = [
         {**sample.sampling.logit_bias, **dict.fromkeys(banned(sample), -inf)} for sample in samples
     ]
@@ -69,7 +73,7 @@ def _add(device: Device, logits_FV: Tensor, samples: Sequence[Sample]) -> None:
 
 
 def _mask(device: Device, logits_FV: Tensor, samples: Sequence[Sample]) -> None:
-    """-inf outside the masks."""
+    """Sets logits to -inf where a mask (allowed_token_ids, a grammar) excludes the token."""
     masks = [(sample.sampling.allowed_tokens, sample.mask) for sample in samples]
     rows = [row for row, each in enumerate(masks) if any(each)]
     if not rows:

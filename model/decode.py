@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from cache.layout import CacheLayout, pages_for
-from model.draw_words import ALIGNMENT, NUM_SETTINGS, needs_more, settings_SN
+from model.draw_words import NUM_SETTINGS, needs_more, settings_SN
 from model.step import PENDING, Row, Sample, Sampling
 
 Numbers = NDArray[np.int32]
@@ -30,11 +30,6 @@ NO_SAMPLE = Sample(Sampling(), (), ())
 """Of a row that draws nothing."""
 NO_LINE = -1
 """In place of a position: the line is of no sequence."""
-
-
-def aligned(count: int) -> int:
-    """The length of a list of numbers whose next one begins at a multiple of ALIGNMENT."""
-    return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 def table_widths(layout: CacheLayout, num_keys: int) -> list[int]:

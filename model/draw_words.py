@@ -35,6 +35,11 @@ IN_PROMPT = 1 << 30
 LEAST_ROOM = 64
 
 
+def aligned(count: int) -> int:
+    """The length of a list of numbers whose next one begins at a multiple of ALIGNMENT."""
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
 @lru_cache(maxsize=8192)
 def _settings(temperature: float, min_p: float, seed: int, choice: int) -> bytes:
     """A row's settings without the output index, which alone changes from step to step."""
@@ -154,7 +159,8 @@ def pack_redraw(
     rows: Sequence[int], samples: Sequence[Sample], num_tokens: int, is_copied: bool
 ) -> Redraw:
     """Packs these rows of a step, whose samples are given. `num_tokens`: of the vocabulary;
-    `is_copied`: whether they draw from copies of their logits, which typical-p has filtered.
+    `is_copied`: whether they draw from copies of their logits, as they do where penalties, bias,
+    masks or typical-p change some of them.
     """
     filtered = [
         i for i, sample in enumerate(samples) if is_filtered(sample) and not is_typical(sample)
@@ -165,7 +171,7 @@ def pack_redraw(
     limits[:, 1] = filtered if is_copied else limits[:, 0]
     limits[:, 2] = [min(s.top_k, num_tokens) for s in settings]
     shares = np.array([s.top_p for s in settings], np.float64).view(np.int32)
-    begin = -(-len(rows) // ALIGNMENT) * ALIGNMENT
+    begin = aligned(len(rows))
     end = begin + limits.size
     words = np.zeros(end + len(shares), np.int32)
     words[: len(rows)], words[begin:end], words[end:] = rows, limits.ravel(), shares

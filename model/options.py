@@ -31,7 +31,8 @@ class EngineOptions:
     use."""
     quantization: str = "none"
     deterministic: bool = False
-    """Requires batch-invariant kernels: on a GPU products of ours instead of cuBLAS's."""
+    """Requires batch-invariant kernels: on a GPU products in slabs of one
+    size."""
     cache_dtype: str = "auto"
     speculation: str = "none"
     serve_pooled: bool = False

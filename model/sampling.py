@@ -156,11 +156,11 @@ class KernelDrawn:
             if typical or any(map(is_adjusted, samples)):
                 adjusted_FV = self._logits_SV[self._device.upload(rows)].float()
                 adjust(self._device, adjusted_FV, samples)
-            if adjusted_FV is not None and typical:
-                index = self._device.upload(typical)
-                adjusted_FV[index] = _restrict(
-                    self._device, adjusted_FV[index], [samples[i] for i in typical]
-                )
+                if typical:
+                    index = self._device.upload(typical)
+                    adjusted_FV[index] = _restrict(
+                        self._device, adjusted_FV[index], [samples[i] for i in typical]
+                    )
             draws.redraw(self._logits_SV, settings, self._drawn_S, rows, samples, adjusted_FV)
         except (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError):
             raise

@@ -212,7 +212,7 @@ class EngineSection(Section):
     deterministic: bool = Field(
         False,
         description="batch-invariant, the same bits whatever else is computed: on a GPU by slower "
-        "kernels for matrix products; refused where it cannot be had",
+        "attention and matrix products; refused where it cannot be had",
     )
     threads: int | None = Field(
         None,

@@ -32,13 +32,12 @@ from model.decode import (
     DecodeStep,
     DecodeTable,
     Numbers,
-    aligned,
     table_widths,
 )
 from model.decoder import Decoder
 from model.devices.backend import Backend
 from model.devices.device import Device, RowDraws, Stream, is_lack_of_memory
-from model.draw_words import NUM_SETTINGS
+from model.draw_words import NUM_SETTINGS, aligned
 from model.sampling import Captured
 from model.step import PENDING, Row, StepPlan
 

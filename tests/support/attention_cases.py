@@ -17,10 +17,11 @@ from cache.pages import PageAllocator
 from cache.pool import KVPool, in_float8
 from cache.table import PageTable
 from model.batch import build_batch
-from model.decode import NO_LINE, NO_SAMPLE, DecodeTable, aligned, table_widths
+from model.decode import NO_LINE, NO_SAMPLE, DecodeTable, table_widths
 from model.devices import create_backend
 from model.devices.gpu.attention.configurations import Configuration, Splits
 from model.devices.gpu.device import GpuDevice
+from model.draw_words import aligned
 from model.layers import RotaryTable, Rotation
 from model.spec import Rotary
 from model.step import PENDING, Row, StepPlan

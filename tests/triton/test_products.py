@@ -110,10 +110,17 @@ def test_a_summary_is_torchs(vocab_size: int) -> None:
         and tokens.tolist() == logits.argmax(dim=-1).tolist()
         and tokens[1] == 3
     )
-    assert near(softmax(logits), logits.softmax(dim=-1), 1e-6)
+    assert near(softmax(logits), logits.double().softmax(dim=-1), 2e-6)
     check_invariance(
         lambda x: torch.stack(list(map(torch.Tensor.double, summary(x)))).T, logits[2], 12
     )
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        spoilt = logits.clone()
+        spoilt[2] = bad
+        assert not summary(spoilt)[0][2].isfinite() and torch.equal(
+            summary(spoilt)[0][:2], normaliser[:2]
+        )
+        assert 0 <= summary(spoilt)[2][2] < vocab_size
 
 
 def test_rows_that_begin_anywhere_are_computed_where_all_others_are() -> None:

@@ -1,6 +1,6 @@
 """The GPU: our Triton kernels for attention, norms, gates, draws and products of quantized weights;
-with engine.deterministic batch-invariant ones for attention and for all products, which are else
-cuBLAS's; streams, graphs and memory.
+other products by cuBLAS, in slabs of one size with engine.deterministic, which makes all of it
+batch-invariant; streams, graphs and memory.
 
 Triton is imported by the modules that launch kernels, never from here.
 """

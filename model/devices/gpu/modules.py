@@ -79,6 +79,7 @@ Widths = dict[str, Callable[[Any], Sequence[int]]]
 
 
 def _inputs(module: Any) -> Sequence[int]:
+    """The shape of an input row of a module with one weight matrix [outputs, inputs]."""
     return tuple(module.weight.shape[1:])
 
 
@@ -91,7 +92,7 @@ IN_SLABS: dict[type[nn.Module], Widths] = {
         "values": lambda heads: (heads.num_heads, heads.latent.rank),
     },
 }
-"""The products of modules, with the shape of a row of x."""
+"""Modules with matrix products: the method of each product, and the shape of a row of its input."""
 
 
 def multiply_in_slabs(module: nn.Module) -> None:

@@ -63,7 +63,7 @@ def attend(
     o_MV = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     for part in tl.static_range(0 if WINDOW > 0 else 1, 3):
         part_low, part_high = (
-            (low, inner) if part == 0 else ((inner, outer) if part == 1 else (outer, high))
+            (low, inner) if part == 0 else (inner, outer) if part == 1 else (outer, high)
         )
         peak_M, sum_M, o_MV = through(
             part_low, part_high, (start + token_M)[:, None], last_position, tl.arange(0, BLOCK_N),

@@ -56,7 +56,8 @@ DECODE = (
     (1024, 576, 4, Configuration(16, 16, 4, 1)),
 )
 MANY_SMALL = Configuration(16, 32, 1, 4)
-"""In place of the first line of DECODE for many rows, which occupy a card with a warp each."""
+"""In place of the first line of DECODE for many rows, which occupy a card with a warp each, and for
+pages too small for its groups."""
 CHUNKS = (
     (1024, 64, 2, Configuration(128, 64, 8, 3, most_registers=128)),
     (1024, 128, 2, Configuration(64, 64, 4, 3)),
@@ -100,7 +101,7 @@ class Splits:
 
 INVARIANT_SPLITS = Splits(512, 16)
 MOST_SPLITS = 32
-"""Of a token, in any step."""
+"""Maximum number of splits of a token's keys, which scratch memory is sized for."""
 
 
 def choose_splits(key_dim: int, num_rows: int) -> Splits:

@@ -1,4 +1,5 @@
-"""What the two attention kernels share: the loop over blocks of keys, and its loads.
+"""Online softmax over blocks of paged keys, and the loads of queries, keys and values: the inner
+loop of the decode kernel and of the kernel of long chunks.
 
 A block of keys is a page, or a part of a large page. Blocks lie at fixed positions of the sequence.
 The number of a block's page is loaded one block ahead: a load that waits for another is not
@@ -47,8 +48,8 @@ def columns(
 
 @triton.jit
 def base_of(peak):
-    """What weights are relative to. Without keys so far, or with NaN alone, the largest logit is
-    -inf; 0 instead makes weights 0.
+    """The number subtracted from logits before they are exponentiated: the largest logit. Without
+    keys so far, or with NaN alone, that is -inf; 0 instead makes weights 0.
     """
     return tl.where(peak == float("-inf"), 0.0, peak)
 
@@ -95,8 +96,9 @@ def through(
         shrink = tl.exp2(peak - base)
         v = k
         if not VALUE_IN_KEY:
-            value_ptr = values_ptr + slot * NUM_V
-            v = columns(value_ptr, inside, there, NUM_V, BLOCK_V, NUM_V, q.dtype, MASKED)
+            v = columns(
+                values_ptr + slot * NUM_V, inside, there, NUM_V, BLOCK_V, NUM_V, q.dtype, MASKED
+            )
         o = tl.dot(weight.to(v.dtype), v, o * tl.expand_dims(shrink, -1), input_precision="ieee")
         peak, total = new_peak, total * shrink + tl.sum(weight, -1)
         page = next_page

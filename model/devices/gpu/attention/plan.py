@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.layout import CacheLayout
-from model.decode import NO_LINE, Numbers, aligned, table_widths
+from model.decode import NO_LINE, Numbers, table_widths
+from model.draw_words import aligned
 from model.step import StepPlan
 
 Lists = TypeVar("Lists")

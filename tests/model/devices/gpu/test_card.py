@@ -251,6 +251,15 @@ class Refusing(RecordingStream):
         return super().capture(work)
 
 
+def make_launched(folder: Path, stream: Refusing) -> Launched:
+    """A runner of a new checkpoint whose steps this stream captures."""
+    make_checkpoint(SHAPES[1], folder)
+    decoder = load_decoder(folder, read_spec(folder), torch.float32, CPU)
+    pool = make_pool(decoder, 61, PAGE)
+    backend = ListedReference(pool, decoder.spec.attention_scale, decoder.spec.num_query_heads)
+    return Launched(decoder, pool, backend, find_device("cpu"), stream, 64, 64)
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -262,22 +271,10 @@ def test_steps_that_cannot_be_captured_are_served(
     tmp_path: Path, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The largest ones are captured first: here steps of 64 and 48 rows."""
-    make_checkpoint(SHAPES[1], tmp_path)
-    decoder = load_decoder(tmp_path, read_spec(tmp_path), torch.float32, CPU)
     outputs = []
     for num_refused, num_graphs in ((0, 9), (2, 7), (99, 0)):
-        pool = make_pool(decoder, 61, PAGE)
-        backend = ListedReference(pool, decoder.spec.attention_scale, decoder.spec.num_query_heads)
+        runner = make_launched(tmp_path / str(num_refused), stream := Refusing(error, num_refused))
         caplog.clear()
-        runner = Launched(
-            decoder,
-            pool,
-            backend,
-            find_device("cpu"),
-            stream := Refusing(error, num_refused),
-            64,
-            64,
-        )
         with caplog.at_level(logging.WARNING, "onehead.engine"):
             assert runner.capture(PAGE) == runner.num_graphs == num_graphs
         core = make_core_of(runner)
@@ -306,21 +303,9 @@ def make_core_of(runner: ModelRunner) -> Any:
 def test_a_device_that_breaks_in_a_capture_ends_loading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_checkpoint(SHAPES[1], tmp_path)
-    decoder = load_decoder(tmp_path, read_spec(tmp_path), torch.float32, CPU)
-    pool = make_pool(decoder, 61, PAGE)
-    backend = ListedReference(pool, decoder.spec.attention_scale, decoder.spec.num_query_heads)
-    device = find_device("cpu")
-    monkeypatch.setattr(device, "raise_if_broken", partial(raising, torch.AcceleratorError(ECC)))
-    runner = Launched(
-        decoder,
-        pool,
-        backend,
-        device,
-        Refusing(RuntimeError("CUDA error: unknown error"), 1),
-        64,
-        64,
-    )
+    runner = make_launched(tmp_path, Refusing(RuntimeError("CUDA error: unknown error"), 1))
+    broken = partial(raising, torch.AcceleratorError(ECC))
+    monkeypatch.setattr(runner.device, "raise_if_broken", broken)
     with pytest.raises(torch.AcceleratorError, match="ECC"):
         runner.capture(PAGE)
 
@@ -328,19 +313,8 @@ def test_a_device_that_breaks_in_a_capture_ends_loading(
 def test_memory_that_is_short_in_a_capture_leaves_the_graphs_there_are(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make_checkpoint(SHAPES[1], tmp_path)
-    decoder = load_decoder(tmp_path, read_spec(tmp_path), torch.float32, CPU)
-    pool = make_pool(decoder, 61, PAGE)
-    backend = ListedReference(pool, decoder.spec.attention_scale, decoder.spec.num_query_heads)
-    runner = Launched(
-        decoder,
-        pool,
-        backend,
-        find_device("cpu"),
-        Refusing(torch.OutOfMemoryError("CUDA out of memory"), 1),
-        64,
-        64,
-    )
+    stream = Refusing(torch.OutOfMemoryError("CUDA out of memory"), 1)
+    runner = make_launched(tmp_path, stream)
     with caplog.at_level(logging.WARNING, "onehead.engine"):
         assert runner.capture(PAGE) == 0
     assert "memory is short: 0 CUDA graphs" in caplog.text
