@@ -10,7 +10,6 @@ Shape letters: N tokens of the batch, V vocabulary.
 
 import sys
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,17 +18,11 @@ from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 
 from commands.causal_attention import CausalAttention
+from commands.train.precision import multiplies_bfloat16
 from model.decoder import Decoder
 
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(ids_N, targets_N, positions_N) -> mean cross-entropy in nats per token."""
-
-
-@cache
-def multiplies_bfloat16(device: str) -> bool:
-    """Whether bfloat16 autocast pays: on every GPU, and on CPUs with instructions for it."""
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return device != "cpu" or bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))
 
 
 class Loss:

@@ -11,6 +11,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from commands.train.precision import multiplies_bfloat16
+
 NEWTON_SCHULZ, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
 
 
@@ -48,11 +50,12 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalised(x: Tensor) -> Tensor:
-    """Each matrix of the batch with its singular values near 1, by Newton-Schulz iterations in
-    bfloat16.
+    """Each matrix of the batch with its singular values near 1, by Newton-Schulz iterations: in
+    bfloat16, or in float32 where that is faster.
     """
     a, b, c = NEWTON_SCHULZ
-    wide = x.bfloat16().mT if x.shape[-2] > x.shape[-1] else x.bfloat16()
+    x = x.to(torch.bfloat16 if multiplies_bfloat16(x.device.type) else torch.float32)
+    wide = x.mT if x.shape[-2] > x.shape[-1] else x
     wide = wide / wide.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(ITERATIONS):
         gram = wide @ wide.mT

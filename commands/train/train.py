@@ -27,8 +27,9 @@ from commands.progress import progress
 from commands.train import uptrain
 from commands.train.data import Corpus, Data, Step
 from commands.train.export import export, plot_losses
-from commands.train.loss import Loss, multiplies_bfloat16
+from commands.train.loss import Loss
 from commands.train.muon import Muon
+from commands.train.precision import multiplies_bfloat16
 from commands.train.state import TrainState, load_state, make_folder, save_state
 from commands.train.twin import MultiHeadDecoder
 from model.decoder import Decoder
@@ -97,14 +98,9 @@ def optimizers(decoder: Decoder, options: TrainOptions) -> tuple[torch.optim.Opt
     """Muon (Jordan et al. 2024) for the blocks' matrices, at AdamW's update size; AdamW for
     embeddings, norms and biases.
     """
-    matrices = [
-        p for name, p in decoder.named_parameters() if p.ndim == 2 and name.startswith("blocks.")
-    ]
-    embeddings = [
-        p
-        for name, p in decoder.named_parameters()
-        if p.ndim == 2 and not name.startswith("blocks.")
-    ]
+    matrices = [p for p in decoder.blocks.parameters() if p.ndim == 2]
+    inner = set(matrices)
+    embeddings = [p for p in decoder.parameters() if p.ndim == 2 and p not in inner]
     vectors = [p for p in decoder.parameters() if p.ndim == 1]
     muon = Muon(matrices, lr=options.learning_rate, weight_decay=options.weight_decay)
     groups = [
@@ -278,8 +274,6 @@ def _kept(training: Training | None) -> str:
 
 def figures(state: TrainState) -> str:
     """The losses as the progress bar shows them: each from when there is one."""
-    losses = [("loss", float(np.mean(state.losses[-20:])))] if state.losses else []
-    losses += [("held-out", loss) for _, loss in state.held_out[-1:]]
-    return ", ".join(f"{name} {loss:.3f}" for name, loss in losses) + (
-        " nats/token" if losses else ""
-    )
+    parts = [f"loss {np.mean(state.losses[-20:]):.3f}"] if state.losses else []
+    parts += [f"held-out {loss:.3f}" for _, loss in state.held_out[-1:]]
+    return ", ".join(parts) + " nats/token" * bool(parts)

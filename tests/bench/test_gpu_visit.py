@@ -9,17 +9,14 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from bench.gpu import attention, check, embedded_model, profile
+from bench.gpu import attention, check, profile
 from bench.gpu.archive import read
 from bench.gpu.attention import Problem
 from bench.gpu.common import Part, make_checkpoint
 from cache.layout import CacheLayout
-from model.checkpoint.families import read_spec
-from model.checkpoint.weights import load_decoder
 from model.runner.runner import ModelRunner
 from model.step import Sample, Sampling, StepPlan
 from scripts import embedded_corpus
@@ -157,33 +154,7 @@ def test_the_profile_of_a_step(part: Part) -> None:
         }
 
 
-# --- the embedded model
-
-
-def test_the_rate_rises_by_steps_and_falls_with_the_time() -> None:
-    rates = [embedded_model.rate_at(done, 10_000) for done in np.linspace(0, 1.2, 13)]
-    assert (
-        rates[0] == 1.0
-        and rates == sorted(rates, reverse=True)
-        and rates[-1] == pytest.approx(embedded_model.LEAST_RATE)
-    )
-    assert embedded_model.rate_at(0.0, 0) == 1 / embedded_model.WARMUP_STEPS
-
-
-@pytest.mark.slow
-def test_a_small_run_writes_a_checkpoint(tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    data.mkdir()
-    (data / "a.py").write_text("def f(x):\n    return x + 1\n" * 200)
-    assert (
-        embedded_model.main(
-            ["--data", str(data), "--output", str(tmp_path / "out"), "--minutes", "1", "--small"]
-        )
-        == 0
-    )
-    state = json.loads((tmp_path / "out" / "state.json").read_text())
-    assert state["step"] == len(state["losses"]) > 2 and state["losses"][-1] < state["losses"][0]
-    load_decoder(tmp_path / "out", read_spec(tmp_path / "out"), torch.float32, torch.device("cpu"))
+# --- the embedded model's corpus
 
 
 METADATA = (
