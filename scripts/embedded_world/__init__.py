@@ -1,0 +1,1 @@
+"""The small world that the embedded model knows: what it is trained on, and what it is asked."""

@@ -1,0 +1,65 @@
+"""Sentences to JSON: people, orders, events, rooms, trips and tasks, with the keys that are asked
+for, under names that vary.
+
+What is held out is a sentence with its values.
+"""
+
+import json
+import random
+
+from scripts.embedded_world.lesson import Lesson, conversation, read_table
+from scripts.embedded_world.pools import WRITTEN, fill, value_of
+
+RECORDS = read_table("records")
+OTHER_KEYS = {
+    "name": ("full_name", "person"),
+    "age": ("years",),
+    "city": ("place", "town"),
+    "job": ("profession", "work"),
+    "customer": ("buyer", "client"),
+    "article": ("item", "product"),
+    "quantity": ("count", "amount"),
+    "price": ("total", "euros"),
+    "title": ("event", "what"),
+    "day": ("weekday", "when"),
+    "hour": ("time", "start"),
+    "traveller": ("who", "passenger"),
+    "from": ("origin", "start"),
+    "to": ("destination", "end"),
+    "owner": ("who", "assignee"),
+    "task": ("todo", "text"),
+    "floor": ("level",),
+    "area": ("size", "square_metres"),
+}
+REQUESTS = (
+    "Write as JSON with the keys {keys}: {sentence}",
+    "Extract {keys} as JSON: {sentence}",
+    "{sentence}\nGive me {keys} as JSON.",
+    "Turn this into a JSON object with {keys}.\n{sentence}",
+    "{sentence} As JSON with the keys {keys}, please.",
+)
+
+
+def ask(rng: random.Random) -> Lesson:
+    """A sentence, and the record in it as JSON."""
+    kind = rng.choice([*RECORDS])
+    record = RECORDS[kind]
+    values = {field: value_of(pool, rng) for field, pool in record["fields"].items()}
+    said = {
+        field: WRITTEN.get(record["fields"][field], {}).get(value, value)
+        for field, value in values.items()
+    }
+    sentence = fill(rng.choice(record["sentences"]), rng, said)
+    sentence = sentence[0].upper() + sentence[1:] if "task" not in values else sentence
+    fields = rng.sample([*values], rng.randint(2, len(values)))
+    keys = {field: rng.choice((field, field, *OTHER_KEYS.get(field, ()))) for field in fields}
+    if len({*keys.values()}) < len(keys):
+        keys = {field: field for field in fields}
+    names = [*keys.values()]
+    listed = ", ".join(names[:-1]) + rng.choice((" and ", ", ")) + names[-1]
+    answer = json.dumps({keys[field]: values[field] for field in fields})
+    return Lesson(
+        "records",
+        (sentence,),
+        conversation(rng.choice(REQUESTS).format(keys=listed, sentence=sentence), answer),
+    )
