@@ -31,9 +31,7 @@ HELD_OUT_PERCENT = 5
 LEAST_HELD_OUT, MOST_HELD_OUT = 0.01, 0.5
 """Shares of the text within which a choice of documents by name is kept."""
 LICENCE_FILES = ("LICEN[CS]E*", "COPYING*", "NOTICE*")
-PACKAGES = "packages.csv"
-"""The list of packages and licences that scripts/embedded_corpus.py writes beside the files."""
-NOT_DATA = (*LICENCE_FILES, PACKAGES, "_sysconfigdata*")
+NOT_DATA = (*LICENCE_FILES, "_sysconfigdata*")
 # A fill-in-the-middle piece must fit into one training sequence: about 700 tokens of source.
 FIM_PIECE_CHARS = 2200
 ENCODED_TOGETHER = 1024

@@ -82,7 +82,7 @@ def reply(lesson: Lesson, is_right: bool) -> httpx.Response:
             function = calls[0]["function"]
             sent = {**function, "arguments": json.dumps(function["arguments"])}
             message["tool_calls"] = [{"function": sent}]
-        body = {"choices": [{"message": message}]}
+        body = {"choices": [{"message": message, "finish_reason": "stop"}]}
     return httpx.Response(200, json=body)
 
 

@@ -7,7 +7,6 @@ of optimizers.
 Shape letters: B sequences, U = T + 1 tokens of a row.
 """
 
-import csv
 import hashlib
 import os
 import random
@@ -19,7 +18,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from commands import corpus
-from commands.corpus import LICENCE_FILES, PACKAGES
+from commands.corpus import LICENCE_FILES
 from commands.options import TrainOptions, data_folder
 from model.spec import ModelSpec, OptionError
 
@@ -88,10 +87,6 @@ class Corpus:
             name = "Python's standard library" if source.folder is None else source.folder.name
             sizes = f"{source.weight:g} | {len(source.documents):,} | {num_bytes:,}"
             lines += [f"| {name} | {sizes} | {_licence(source.folder)} |"]
-            lines += [
-                f"| {name}: {package} | | | {size} | {licence} |"
-                for package, licence, size in _packages(source.folder)
-            ]
         earlier = before / "DATA.md" if before is not None else None
         text = (
             earlier.read_text(encoding="utf-8") + "\nTrained further on\n\n"
@@ -105,8 +100,6 @@ def _licence(folder: Path | None) -> str:
     """The entry of DATA.md for a licence: a known one, or the names of a folder's licence files."""
     if folder is None:
         return "PSF-2.0"
-    if (folder / PACKAGES).is_file():
-        return "by package, below"
     files = sorted(
         {
             path.relative_to(folder).as_posix()
@@ -115,22 +108,6 @@ def _licence(folder: Path | None) -> str:
         }
     )
     return ", ".join(files) or "not stated: no licence file at the top of the folder"
-
-
-def _packages(folder: Path | None) -> list[tuple[str, str, str]]:
-    """(name and version, licence, bytes) of each package that the folder's packages.csv lists."""
-    if folder is None or not (folder / PACKAGES).is_file():
-        return []
-    with (folder / PACKAGES).open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    return [
-        (
-            f"{row['name']} {row['version']}",
-            row["licence"].replace("|", "/"),
-            f"{int(row['bytes']):,}",
-        )
-        for row in rows
-    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,11 +52,13 @@ class Examiner:
     def chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
         """The reply's text, or NAME ARGUMENTS of its first call."""
         messages = [_as_sent(message) for message in messages]
-        body = {"messages": messages, "temperature": 0, "max_tokens": 200, "model": "pretrained"}
+        body = {"messages": messages, "temperature": 0, "max_tokens": 200}
         reply = self.post("/v1/chat/completions", body | ({"tools": tools} if tools else {}))
         message = reply["choices"][0]["message"]
         if message.get("tool_calls"):
             function = message["tool_calls"][0]["function"]
+            if reply["choices"][0]["finish_reason"] == "length":
+                return f"{function['name']} {function['arguments']}"
             return _call(function["name"], json.loads(function["arguments"]))
         return message["content"] or ""
 
@@ -69,7 +71,7 @@ class Examiner:
     def decide(self, question: dict[str, Any]) -> str:
         """The label of the likeliest answer."""
         asked = {key: value for key, value in question.items() if key not in ("answer", "input")}
-        body = {"model": "pretrained", "input": question["input"], "questions": [asked]}
+        body = {"input": question["input"], "questions": [asked]}
         (answer,) = self.post("/v1/decisions", body)["answers"]
         if question["type"] == "predicate":
             return "yes" if answer["probability"] > 0.5 else "no"
@@ -173,8 +175,17 @@ def by_hand(examiner: Examiner) -> list[tuple[str, str, Answer]]:
 
 
 def run(url: str, questions: int, failures: int) -> int:
-    """Prints the table and the failures; the exit status is 0 whatever the results are."""
+    """Prints the table and the failures. The exit status is 1 where no server answers, else 0,
+    whatever the results are.
+    """
     examiner, console = Examiner(url), Console(highlight=False)
+    try:
+        examiner.client.get("/health").raise_for_status()
+    except httpx.HTTPError as error:
+        console.print(
+            f"no server answers at {url} ({error}); start one: scripts/serve", markup=False
+        )
+        return 1
     results: dict[str, list[tuple[str, str, Answer]]] = {}
     for kind, generators in track(KINDS.items(), "examining", console=Console(stderr=True)):
         lessons = held_out(generators, questions)

@@ -6,6 +6,7 @@ Deterministic by seed. Invariant: no document holds a lesson of which a key is h
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from jinja2 import Environment, Template
@@ -17,18 +18,18 @@ from scripts.embedded_world.lesson import Generator, Lesson
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 MIX: dict[Generator, int] = {
     facts.ask: 18,
-    facts.tell: 3,
-    numbers.ask: 14,
-    numbers.table: 5,
+    facts.tell: 4,
+    numbers.ask: 16,
+    numbers.table: 8,
     records.ask: 10,
-    functions.complete: 10,
+    functions.complete: 9,
     functions.fill_in: 10,
     functions.chat: 3,
     tools.ask: 10,
     tools.answer: 4,
     tools.no_call: 4,
-    decisions.choose: 7,
-    decisions.judge: 4,
+    decisions.choose: 9,
+    decisions.judge: 5,
     chat.ask: 3,
     chat.beyond: 4,
     chat.follow: 12,
@@ -36,6 +37,19 @@ MIX: dict[Generator, int] = {
 """Shares of the generators in the lessons."""
 MOST_EXCHANGES = 4
 """Of one conversation."""
+LOOSE = 0.3
+"""Share of the questions that are asked as people write them."""
+LOOSE_KINDS = ("facts", "numbers", "chat", "refusals", "calls", "no calls", "system prompts")
+BEFORE = (
+    "please: ",
+    "Hi, ",
+    "Hello! ",
+    "Please tell me: ",
+    "I want to know: ",
+    "Say, ",
+    "Quick question: ",
+)
+AFTER = (" Please.", " Thanks!", " please", " I forgot it.", " Thank you.")
 
 
 def template() -> Template:
@@ -55,6 +69,28 @@ def text_of(lesson: Lesson, template: Template) -> str:
     return lesson.prompt + lesson.completion
 
 
+def loosely(question: str, rng: random.Random) -> str:
+    """A question without its capital or its mark, or with a polite word before or after it."""
+    if rng.random() < 0.5:
+        question = question[0].lower() + question[1:]
+    if rng.random() < 0.4:
+        question = question.rstrip("?.!")
+    if rng.random() < 0.3:
+        return rng.choice(BEFORE) + question
+    return question + rng.choice(AFTER) if rng.random() < 0.3 else question
+
+
+def _asked_loosely(lesson: Lesson, rng: random.Random) -> Lesson:
+    """A lesson whose question may be asked loosely, if it is of a kind that has one."""
+    if lesson.kind not in LOOSE_KINDS or rng.random() > LOOSE:
+        return lesson
+    turns = [
+        turn | {"content": loosely(turn["content"], rng)} if turn["role"] == "user" else turn
+        for turn in lesson.messages
+    ]
+    return replace(lesson, messages=turns)
+
+
 def lessons(seed: int) -> Iterator[Lesson]:
     """Lessons to train on, without end."""
     rng = random.Random(seed)
@@ -62,7 +98,7 @@ def lessons(seed: int) -> Iterator[Lesson]:
     while True:
         lesson = rng.choices(generators, shares)[0](rng)
         if lesson.may_be_trained_on:
-            yield lesson
+            yield _asked_loosely(lesson, rng)
 
 
 def documents(count: int, seed: int) -> Iterator[str]:

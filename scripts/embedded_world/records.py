@@ -57,7 +57,8 @@ def ask(rng: random.Random) -> Lesson:
         keys = {field: field for field in fields}
     names = [*keys.values()]
     listed = ", ".join(names[:-1]) + rng.choice((" and ", ", ")) + names[-1]
-    answer = json.dumps({keys[field]: values[field] for field in fields})
+    # As the server writes JSON under a schema.
+    answer = json.dumps({keys[field]: values[field] for field in fields}, separators=(",", ":"))
     return Lesson(
         "records",
         (sentence,),

@@ -5,7 +5,6 @@ the training of the embedded model.
 import json
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from bench.gpu.common import Part, make_checkpoint
 from cache.layout import CacheLayout
 from model.runner.runner import ModelRunner
 from model.step import Sample, Sampling, StepPlan
-from scripts import embedded_corpus
 from tests.support.attention_cases import Case
 from tests.support.paths import ROOT
 
@@ -152,64 +150,6 @@ def test_the_profile_of_a_step(part: Part) -> None:
             "seconds": 0,
             "calls": 0,
         }
-
-
-# --- the embedded model's corpus
-
-
-METADATA = (
-    "Metadata-Version: 2.4\nName: {name}\nVersion: 1.0\nLicense-Expression: "
-    "{licence}\nClassifier: License :: OSI Approved :: {licence}\n"
-)
-GOOD = "def add(x, y):\n    return x + y\n" * 20
-
-
-def wheel(folder: Path, name: str, licence: str, files: dict[str, str]) -> Path:
-    path = folder / f"{name}-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        for file, text in files.items():
-            archive.writestr(file, text)
-        archive.writestr(
-            f"{name}-1.0.dist-info/METADATA", METADATA.format(name=name, licence=licence)
-        )
-    return path
-
-
-def test_the_corpus_holds_code_under_permissive_licences_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    archives = {
-        "kind": wheel(
-            tmp_path,
-            "kind",
-            "MIT",
-            {"kind/a.py": GOOD, "kind/b.py": GOOD.replace("  ", " "), "kind/data/c.py": GOOD + "#"},
-        ),
-        "strict": wheel(tmp_path, "strict", "GPL-3.0-only", {"strict/a.py": GOOD + "# strict"}),
-        "table": wheel(
-            tmp_path,
-            "table",
-            "BSD-3-Clause",
-            {"table/a.py": "x = [" + "1, " * 300 + "]\n", "table/b.py": GOOD + "# table"},
-        ),
-    }
-    monkeypatch.setattr(embedded_corpus, "download", lambda name, folder: archives.get(name))
-    (tmp_path / "packages.txt").write_text("\n".join([*archives, "absent"]))
-    assert (
-        embedded_corpus.main([str(tmp_path / "out"), "--packages", str(tmp_path / "packages.txt")])
-        == 0
-    )
-    found = sorted(
-        path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.py")
-    )
-    assert len(found) == 2 and found[0].startswith("kind/kind/") and found[1] == "table/table/b.py"
-    rows = (tmp_path / "out" / "packages.csv").read_text().splitlines()
-    assert [row.split(",")[0] for row in rows] == ["name", "kind", "table"]
-
-
-def test_every_package_of_the_corpus_is_named_once() -> None:
-    names = embedded_corpus.PACKAGES.read_text().split()
-    assert len(names) > 50 and len(set(names)) == len(names)
 
 
 def test_a_step_of_the_visit_is_a_decode_step() -> None:

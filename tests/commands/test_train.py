@@ -352,17 +352,13 @@ def test_the_table_of_data_names_licences(
     listed = tmp_path / "listed"
     (listed / "one").mkdir(parents=True)
     (listed / "one" / "a.py").write_text("x = 1\n")
-    (listed / "packages.csv").write_text("name,version,licence,files,bytes\none,1.2,MIT | X,1,6\n")
     (data / "LICENSE.md").write_text("as you like\n")
     Corpus(options.model_copy(update=dict(data=(f"{listed}=3", str(data))))).write_table(tmp_path)
     Corpus(options.model_copy(update=dict(data=(str(listed), str(data))))).write_table(
         options.work.parent, tmp_path
     )
     text = (tmp_path / "DATA.md").read_text()
-    assert (
-        "| listed | 3 | 1 | 6 | by package, below |\n| listed: one 1.2 | | | 6 | MIT / X |\n"
-        in text
-    )
+    assert "| listed | 3 | 1 | 6 | not stated: no licence file at the top of the folder |\n" in text
     assert "| LICENSE.md |\n" in text and text.count("| data |") == 2
 
 
