@@ -49,6 +49,8 @@ class Document:
     text: str
     is_end: bool | None = None
     """Of a document that `split` has cut: whether it is the end, which is held out."""
+    prompt: str = ""
+    """What stands before the text, and is read but not learnt."""
 
     @property
     def held_out(self) -> bool:
@@ -98,7 +100,7 @@ def _is_left_out(relative: Path) -> bool:
 
 
 def _documents(path: Path, relative: Path) -> Iterator[Document]:
-    """The documents of a file: its text, empty for a binary one, or each `text` of JSON lines, by
+    """The documents of a file: its text, empty for a binary one, or one for each of JSON lines, by
     which such a file is known, or by its name.
     """
     name, text = relative.as_posix(), _read(path)
@@ -107,10 +109,10 @@ def _documents(path: Path, relative: Path) -> Iterator[Document]:
     if not text or text.isspace():
         return
     lines = text.split("\n")
-    if path.suffix in (".jsonl", ".ndjson") or _text_of(lines[0]):
+    if path.suffix in (".jsonl", ".ndjson") or _line(name, lines[0]).text:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                yield Document(f"{name}:{number}", _text_of(line))
+                yield _line(f"{name}:{number}", line)
         return
     if path.suffix == ".py":
         name = ".".join(relative.with_suffix("").parts).removesuffix(".__init__")
@@ -128,15 +130,22 @@ def _read(path: Path) -> str | None:
     return None if "\0" in text else text
 
 
-def _text_of(line: str) -> str:
-    """The `text` of an object in JSON; empty where there is none."""
+def _line(name: str, line: str) -> Document:
+    """The document of a JSON object: its `text`, or its `completion` of a `prompt`. Empty where
+    there is neither.
+    """
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
-        return ""
-    text = value.get("text") if isinstance(value, dict) else None
+        value = None
+    prompt, text = "", None
+    if isinstance(value, dict):
+        prompt, text = value.get("prompt", ""), value.get("completion", value.get("text"))
+    if not (isinstance(prompt, str) and isinstance(text, str) and text.strip()):
+        return Document(name, "")
     # Half of a surrogate pair could not be tokenized.
-    return text.encode(errors="replace").decode() if isinstance(text, str) and text.strip() else ""
+    prompt, text = (part.encode(errors="replace").decode() for part in (prompt, text))
+    return Document(name, text, prompt=prompt)
 
 
 def split(parts: list[list[Document]]) -> list[list[Document]]:
@@ -155,7 +164,8 @@ def _cut(document: Document) -> list[Document]:
     name, text = document.name, document.text
     cut = len(text) * (100 - HELD_OUT_PERCENT) // 100
     cut = text.rfind("\n", cut * 9 // 10, cut) + 1 or cut
-    parts = Document(name, text[:cut], False), Document(f"{name}, its end", text[cut:], True)
+    begin = Document(name, text[:cut], False, document.prompt)
+    parts = begin, Document(f"{name}, its end", text[cut:], True)
     return [part for part in parts if part.text.strip()]
 
 
@@ -249,16 +259,24 @@ def token_stream(
     seed: int,
 ) -> np.ndarray:
     """The documents in an order drawn from `seed`, laid end to end as token ids, each opened as the
-    tokenizer opens a text and closed by the first of `end_ids`. dtype int32.
+    tokenizer opens a text and closed by the first of `end_ids`. dtype int32; ~id of a token that is
+    read but not learnt, as the opening and a prompt are.
     """
     rng = random.Random(seed)
-    texts: list[str] = []
+    texts: list[tuple[str, str]] = []
     for document in rng.sample(documents, len(documents)):
-        texts.extend(fim_pieces(document.text, rng) if rng.random() < fim_rate else [document.text])
+        is_cut = rng.random() < fim_rate and not document.prompt
+        pieces = fim_pieces(document.text, rng) if is_cut else [document.text]
+        texts.extend((document.prompt, piece) for piece in pieces)
     end, parts = np.asarray(end_ids[:1], dtype=np.int32), []
     for first in range(0, len(texts), ENCODED_TOGETHER):
-        for encoding in tokenizer.encode_batch_fast(texts[first : first + ENCODED_TOGETHER]):
-            parts += [np.asarray(encoding.ids, dtype=np.int32), end]
+        together = texts[first : first + ENCODED_TOGETHER]
+        openings = tokenizer.encode_batch_fast([prompt for prompt, _ in together])
+        bodies = tokenizer.encode_batch_fast(
+            [text for _, text in together], add_special_tokens=False
+        )
+        for opening, body in zip(openings, bodies, strict=True):
+            parts += [~np.asarray(opening.ids, np.int32), np.asarray(body.ids, np.int32), end]
     return np.concatenate([*parts, end[:0]])
 
 

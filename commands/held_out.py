@@ -24,6 +24,8 @@ LONGEST = 512
 """Tokens of each sequence by which checkpoints are compared, or a checkpoint's max_positions if
 that is less."""
 
+NO_TARGET = -100
+"""What PyTorch's cross-entropy leaves out."""
 Logits = Callable[[Tensor], Tensor]
 """The ids of one sequence, from position 0 -> logits_TV."""
 
@@ -62,8 +64,19 @@ def decoder_logits(decoder: Decoder) -> Logits:
     return logits_of
 
 
+def inputs_and_targets(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The ids that rows of U = T + 1 tokens read and, of each, the one that is to follow: NO_TARGET
+    where it is not learnt, which the rows hold as ~id. A row of such tokens alone is learnt whole,
+    because the mean of no losses is no number.
+    """
+    ids, learnt = torch.where(rows < 0, ~rows, rows), rows >= 0
+    learnt |= ~learnt[..., 1:].any(-1, keepdim=True)
+    return ids[..., :-1], ids.masked_fill(~learnt, NO_TARGET)[..., 1:]
+
+
 @torch.no_grad()
 def losses(logits_of: Logits, rows_BU: np.ndarray, device: str = "cpu") -> Iterator[float]:
     """The mean loss of each sequence in turn, in nats per token."""
     for row_U in torch.from_numpy(rows_BU).to(device):
-        yield F.cross_entropy(logits_of(row_U[:-1]).float(), row_U[1:]).item()
+        ids_T, targets_T = inputs_and_targets(row_U)
+        yield F.cross_entropy(logits_of(ids_T).float(), targets_T).item()

@@ -95,9 +95,9 @@ class TrainOptions(ToolOptions):
     data: Words | None = Field(
         None,
         description="folders of text, or files: the corpus, each PATH or PATH=WEIGHT, with commas "
-        "between "
-        "them. Files in UTF-8 of any name are read, and each `text` of JSON lines; an epoch holds "
-        "them WEIGHT times; stdlib is this Python's standard library, which is also the default",
+        "between them. Files in UTF-8 of any name are read; of JSON lines each `text`, or each "
+        "`completion` with its `prompt`, which is read but not learnt. An epoch holds them WEIGHT "
+        "times; stdlib is this Python's standard library, which is also the default",
     )
     work: Path = Field(
         Path("runs/train"),

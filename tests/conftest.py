@@ -99,8 +99,16 @@ CHAT_TEMPLATE = (
 
 
 @pytest.fixture(scope="session")
+def untemplated_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model without its chat template."""
+    folder = tmp_path_factory.mktemp("untemplated") / "untemplated"
+    shutil.copytree(EMBEDDED, folder, ignore=shutil.ignore_patterns("chat_template.jinja"))
+    return folder
+
+
+@pytest.fixture(scope="session")
 def embedded_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The embedded model with a chat template, which it has none of its own."""
+    """The embedded model with a plainer chat template than its own."""
     folder = tmp_path_factory.mktemp("embedded") / "embedded"
     shutil.copytree(EMBEDDED, folder)
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)

@@ -38,7 +38,7 @@ class Source:
 
 class Corpus:
     """The documents of `options.data`: those to train on by source, and those held out, whose text
-    is in no source.
+    is in no source, unless as an answer to a prompt.
 
     `documents` stand in for those of options.data where they are read already. Raises OptionError
     where either kind is missing.
@@ -52,8 +52,12 @@ class Corpus:
         )
         found = corpus.split([documents or corpus.read_documents(folder) for folder, _ in folders])
         self.held_out = [d for each in found for d in each if d.held_out]
+        # Answers to prompts repeat.
         texts = {document.text for document in self.held_out}
-        rest = ([d for d in each if d.text not in texts] for each in found)
+        rest = (
+            [d for d in each if not d.held_out and (d.prompt or d.text not in texts)]
+            for each in found
+        )
         self.sources = [Source(*folder, each) for folder, each in zip(folders, rest, strict=True)]
         if not self.training or not self.held_out:
             where = ", ".join(options.data or ["the standard library"])
@@ -185,7 +189,7 @@ class Data:
             repr((self.tokenizer.to_str(), end_ids, self.fim_rate, seed)).encode()
         )
         for document in documents:
-            digest.update(hashlib.sha256(document.text.encode()).digest())
+            digest.update(hashlib.sha256(repr((document.prompt, document.text)).encode()).digest())
         path = self.options.work / f"tokens-{digest.hexdigest()[:32]}.npy"
         if not path.exists():
             partial = path.with_suffix(".partial.npy")

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from commands import corpus
-from commands.held_out import decoder_logits, held_out_rows, losses
+from commands.held_out import decoder_logits, held_out_rows, inputs_and_targets, losses
 from commands.options import TrainOptions
 from commands.pictures import MISSING, load_pyplot
 from commands.progress import progress
@@ -120,12 +120,12 @@ def learning_rate(step: int, options: TrainOptions) -> float:
 
 def loss_of(loss: Loss, step: Step) -> Tensor:
     """Mean cross-entropy in nats per token of one batch."""
-    rows_BU = torch.from_numpy(step.rows_BU).to(loss.device)
-    length = rows_BU.shape[1] - 1
+    ids_BT, targets_BT = inputs_and_targets(torch.from_numpy(step.rows_BU).to(loss.device))
+    length = ids_BT.shape[1]
     positions_BT = torch.from_numpy(step.first_position_B).to(loss.device)[:, None] + torch.arange(
         length, device=loss.device
     )
-    return loss(rows_BU[:, :-1].flatten(), rows_BU[:, 1:].flatten(), positions_BT.flatten(), length)
+    return loss(ids_BT.flatten(), targets_BT.flatten(), positions_BT.flatten(), length)
 
 
 def held_out_loss(decoder: Decoder, rows_BU: np.ndarray, device: str) -> float:

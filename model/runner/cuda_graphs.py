@@ -14,7 +14,6 @@ of a draw, F fields of a DecodeStep, G groups of layers, P pages of all rows.
 
 import logging
 from array import array
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -24,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache.layout import CacheLayout
+from cache.layout import CacheLayout, pages_for
 from model.decode import (
     NO_LINE,
     NO_SAMPLE,
@@ -45,8 +44,14 @@ log = logging.getLogger("onehead.engine")
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 384, 512, 768, 1024)
 """Not 192: cuBLAS takes longer for 192 rows than for 256 (measured on an H100)."""
-MOST_PAGES = 2**18
-"""Pages of all rows of a captured step together, 1 MiB."""
+MOST_PADDED = 128
+"""Rows of a graph that replays a smaller step whose own graph is missing: up to so many, a step
+takes as long as its weights are read.
+"""
+MOST_BLOCKS = 2**18
+"""Blocks of `page_size` tokens of all rows of a captured step together, each row's padded to the
+longest. Their pages are listed by 4 bytes each: 1 MiB for each page of a block.
+"""
 MOST_KEYS_AGAIN = 2**17
 """Keys that the chunks of a mixed step may read again because each token reads its own: 64 MiB of a
 layer for 128 columns, some 15 us from an H100's L2. Tiles, which read them for several tokens at
@@ -154,10 +159,11 @@ class CudaGraphs:
         pages = [array("q", [0] * group.num_stacks) for group in self._layout.groups]
         row = Row(0, [0], 0, pages, NO_SAMPLE)
         step = DecodeTable.of(self._layout, [row], [PENDING]).advance()
-        num_pages = self.sizes[-1] * sum(table_widths(self._layout, longest))
         self._longest = longest
+        num_blocks = self.sizes[-1] * pages_for(longest, self._layout.page_size)
+        num_pages = min(num_blocks, MOST_BLOCKS) * self._layout.pages_per_block
         self._numbers = torch.zeros(
-            len(self._pack(step, self.sizes[-1])) + min(num_pages, MOST_PAGES),
+            len(self._pack(step, self.sizes[-1])) + num_pages,
             dtype=torch.int32,
             device=self._drawn_S.device,
         )
@@ -172,8 +178,8 @@ class CudaGraphs:
                 self._device.raise_if_broken()
                 if is_lack_of_memory(error):
                     log.warning(
-                        "memory is short: %d CUDA graphs, other steps are launched kernel by "
-                        "kernel",
+                        "memory is short: %d CUDA graphs; steps that fit none are launched kernel "
+                        "by kernel",
                         self.num_captured,
                     )
                     break
@@ -186,8 +192,8 @@ class CudaGraphs:
                 num_failed += 1
         if num_failed:
             log.warning(
-                "%d CUDA graphs are missing; such steps are launched kernel by kernel, which is "
-                "slower",
+                "%d CUDA graphs are missing; steps that fit no other are launched kernel by "
+                "kernel, which is slower",
                 num_failed,
             )
 
@@ -250,13 +256,12 @@ class CudaGraphs:
 
     def find(self, step: DecodeStep) -> "Callable[[], Replayed] | None":
         """A function that replays this step; None where no graph fits."""
-        if len(step) > self.sizes[-1] or step.num_keys > self._longest:
+        size = next((size for size in self.sizes if len(step) <= size in self._replays), 0)
+        num_blocks = len(step) * pages_for(step.num_keys, self._layout.page_size)
+        is_too_large = size > max(MOST_PADDED, 2 * len(step))
+        if not size or is_too_large or step.num_keys > self._longest or num_blocks > MOST_BLOCKS:
             return None
-        size = self.sizes[bisect_left(self.sizes, len(step))]
-        numbers = self._pack(step, size)
-        if size not in self._replays or len(numbers) > len(self._numbers):
-            return None
-        words = self._device.for_upload(torch.from_numpy(numbers))
+        words = self._device.for_upload(torch.from_numpy(self._pack(step, size)))
         return partial(self._replay, words, *self._replays[size], len(step))
 
     def _replay(

@@ -38,6 +38,8 @@ from model.step import PENDING, Row, Sample, Sampling, Scoring, StepPlan, StepRe
 
 META = torch.device("meta")
 SCORED_AT_ONCE = 128
+MOST_DECODED = 128
+"""Tokens of short chunks that a device may compute as it does single tokens."""
 GREEDY, SORTING = Sampling(temperature=0.0), Sampling(top_p=0.9, typical_p=0.9)
 """The ways of drawing that take the least memory and the most."""
 
@@ -207,11 +209,10 @@ class ModelRunner:
         """Captures steps of every batch size, for contexts up to the longest; returns how many.
         Takes seconds.
         """
-        if self._graphs is None:
-            return 0
-        with torch.inference_mode():
-            self._graphs.capture(longest)
-        return self._graphs.num_captured
+        if self._graphs is not None:
+            with torch.inference_mode():
+                self._graphs.capture(longest)
+        return self.num_graphs
 
     def warm_up(self, longest: int) -> None:
         """Computes a step at the end of the longest context for every way of drawing that has
@@ -232,23 +233,14 @@ class ModelRunner:
         # A step of few tokens would be captured. Its kernels also serve where there is no graph:
         # behind long prompts, and with scores.
         graphs, self._graphs = self._graphs, None
-        for num_singles, chunk in product(
-            {1, self._most_rows}, {2, self._most_tokens - self._most_rows}
-        ):
+        most = self._most_tokens - self._most_rows
+        for num_singles, chunk in product({1, self._most_rows}, {2, min(MOST_DECODED, most), most}):
             if num_singles and (count := min(chunk, longest)) > 1:
                 singles = [
                     Row(1 + i, [0], longest - 1, pages, Sample(GREEDY, (), ()))
                     for i in range(num_singles)
                 ]
-                _try(
-                    self,
-                    StepPlan(
-                        (
-                            Row(0, [0] * count, 0, all_in_page_0(self.pool.layout, count), None),
-                            *singles,
-                        )
-                    ),
-                )
+                _try(self, StepPlan((Row(0, [0] * count, 0, pages, None), *singles)))
         self._graphs = graphs
         self.pool.clear(self.device.upload([0]))
 

@@ -16,6 +16,10 @@ LABELS = read_table("labels")
 TASKS = ("topic", "sentiment", "language")
 
 
+def _lettered(labels: list[str]) -> list[str]:
+    return [f"{letter}: {label}" for letter, label in zip(ascii_uppercase, labels, strict=False)]
+
+
 def _lesson(
     text: str, asked: str, lines: list[str], how: str, answer: str, question: dict[str, Any]
 ) -> Lesson:
@@ -41,13 +45,35 @@ def choose(rng: random.Random) -> Lesson:
     others = [other for other in LABELS[task] if other != label]
     choices = [label, *rng.sample(others, rng.randint(1, min(4, len(others))))]
     rng.shuffle(choices)
-    lines = [
-        f"{letter}: {choice}" for letter, choice in zip(ascii_uppercase, choices, strict=False)
-    ]
     question = {"type": "choice", "choices": [{"value": choice} for choice in choices]}
     answer = ascii_uppercase[choices.index(label)]
     asked = rng.choice(LABELS["questions"][task])
-    return _lesson(text, asked, lines, "the letter of one of these", answer, question)
+    return _lesson(text, asked, _lettered(choices), "the letter of one of these", answer, question)
+
+
+def label(rng: random.Random) -> Lesson:
+    """Sentences with their labels, as a text; none that is held out under a question."""
+    lines: list[str] = []
+    while len(lines) < 8:
+        task = rng.choice(TASKS)
+        said, text = _sentence(task, rng)
+        asked = [*LABELS["questions"][task]]
+        asked += [statement.format(label=said) for statement in LABELS["statements"][task]]
+        if Lesson("labels", tuple(f"{text} {each}" for each in asked)).may_be_trained_on:
+            lines.append(f"{text} {task.capitalize()}: {said}\n")
+    return Lesson("labels", (), completion="".join(lines))
+
+
+def find_letters(rng: random.Random) -> Lesson:
+    """Labels after their letters, and the letter of each, as a text."""
+    parts = []
+    for _ in range(4):
+        labels = [*LABELS[rng.choice(TASKS)]]
+        drawn = rng.sample(labels, rng.randint(2, min(5, len(labels))))
+        lines = _lettered(drawn)
+        asked = rng.sample(lines, len(lines))
+        parts += [*lines, *(f"{line[3:]} is {line[0]}" for line in asked)]
+    return Lesson("letters", (), completion="\n".join(parts) + "\n")
 
 
 def judge(rng: random.Random) -> Lesson:

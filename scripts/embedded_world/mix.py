@@ -7,7 +7,9 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, Template
 
@@ -17,26 +19,29 @@ from scripts.embedded_world.lesson import Generator, Lesson
 
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 MIX: dict[Generator, int] = {
-    facts.ask: 18,
-    facts.tell: 4,
-    numbers.ask: 16,
-    numbers.table: 8,
-    records.ask: 10,
-    functions.complete: 9,
-    functions.fill_in: 10,
-    functions.chat: 3,
-    tools.ask: 10,
-    tools.answer: 4,
-    tools.no_call: 4,
-    decisions.choose: 9,
-    decisions.judge: 5,
-    chat.ask: 3,
-    chat.beyond: 4,
-    chat.follow: 12,
+    facts.ask: 20,
+    facts.tell: 3,
+    numbers.ask: 24,
+    numbers.table: 10,
+    records.ask: 9,
+    functions.complete: 5,
+    functions.fill_in: 15,
+    functions.chat: 2,
+    tools.ask: 8,
+    tools.answer: 2,
+    tools.no_call: 9,
+    decisions.choose: 16,
+    decisions.judge: 9,
+    decisions.label: 3,
+    decisions.find_letters: 2,
+    chat.ask: 4,
+    chat.beyond: 10,
+    chat.follow: 18,
 }
 """Shares of the generators in the lessons."""
-MOST_EXCHANGES = 4
-"""Of one conversation."""
+ASSISTANT = "<|assistant|>"
+CONTINUED, MOST_EARLIER = 0.2, 3
+"""The share of conversations that have earlier exchanges, and how many at most."""
 LOOSE = 0.3
 """Share of the questions that are asked as people write them."""
 LOOSE_KINDS = ("facts", "numbers", "chat", "refusals", "calls", "no calls", "system prompts")
@@ -59,14 +64,21 @@ def template() -> Template:
     )
 
 
-def text_of(lesson: Lesson, template: Template) -> str:
-    """The lesson as the model reads it."""
+def parts_of(lesson: Lesson, template: Template) -> tuple[str, str]:
+    """The lesson as the model reads it: what it is given, and what it has to write."""
     if lesson.messages:
-        return template.render(messages=lesson.messages, tools=lesson.tools)
+        text = template.render(messages=lesson.messages, tools=lesson.tools)
+        begin = text.rindex(ASSISTANT) + len(ASSISTANT)
+        return text[:begin], text[begin:]
     if lesson.suffix:
         before, after = f"{FIM_PREFIX}{lesson.prompt}", f"{FIM_SUFFIX}{lesson.suffix}"
-        return f"{before}{after}{FIM_MIDDLE}{lesson.completion}"
-    return lesson.prompt + lesson.completion
+        return f"{before}{after}{FIM_MIDDLE}", lesson.completion
+    return lesson.prompt, lesson.completion
+
+
+def text_of(lesson: Lesson, template: Template) -> str:
+    """Both parts of a lesson."""
+    return "".join(parts_of(lesson, template))
 
 
 def loosely(question: str, rng: random.Random) -> str:
@@ -101,26 +113,26 @@ def lessons(seed: int) -> Iterator[Lesson]:
             yield _asked_loosely(lesson, rng)
 
 
-def documents(count: int, seed: int) -> Iterator[str]:
-    """Texts of `count` documents. Exchanges that stand alone are joined to short conversations."""
-    rng, compiled, drawn = random.Random(seed), template(), lessons(seed)
-    waiting: list[Lesson] = []
-    made = 0
-    while made < count:
-        lesson = next(drawn)
+def documents(count: int, seed: int) -> Iterator[tuple[str, str]]:
+    """`count` documents: a prompt, which may be empty, and its completion. Some conversations have
+    earlier exchanges.
+    """
+    rng, compiled = random.Random(seed), template()
+    earlier: list[dict[str, Any]] = []
+    for lesson in islice(lessons(seed), count):
+        prompt, completion = parts_of(lesson, compiled)
         if lesson.messages and not lesson.tools and lesson.messages[0]["role"] == "user":
-            waiting.append(lesson)
-            if len(waiting) < rng.randint(1, MOST_EXCHANGES):
-                continue
-            turns = [turn for each in waiting for turn in each.messages]
-            lesson, waiting = Lesson("conversation", (), turns), []
-        made += 1
-        yield text_of(lesson, compiled)
+            if earlier and rng.random() < CONTINUED:
+                joined = replace(lesson, messages=earlier + lesson.messages)
+                prompt, completion = parts_of(joined, compiled)
+            earlier = (earlier + lesson.messages)[-2 * rng.randint(1, MOST_EARLIER) :]
+        yield prompt, completion
 
 
 def write(folder: Path, count: int, seed: int) -> None:
-    """Writes FOLDER/world.jsonl, one document a line, in its `text`."""
+    """Writes FOLDER/world.jsonl, one document a line: `prompt` and `completion`."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "world.jsonl").open("w", encoding="utf-8") as file:
-        for text in documents(count, seed):
-            file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+        for prompt, completion in documents(count, seed):
+            line = {"prompt": prompt, "completion": completion}
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -35,7 +35,8 @@ TOKENIZER_DOCUMENTS = 20_000
 def train_tokenizer(vocab_size: int) -> Tokenizer:
     """A byte-level BPE of the world's documents and the standard library's, with MARKS last."""
     library = (document.text for document in corpus.read_documents(None) if not document.held_out)
-    texts = chain(mix.documents(TOKENIZER_DOCUMENTS, seed=0), library)
+    world = map("".join, mix.documents(TOKENIZER_DOCUMENTS, seed=0))
+    texts = chain(world, library)
     tokenizer = corpus.train_tokenizer(texts, vocab_size - len(MARKS))
     tokenizer.add_special_tokens(
         [AddedToken(mark, normalized=False, special=True) for mark in MARKS]

@@ -6,7 +6,7 @@ import { Work } from "./work.js";
 
 /** Mounts a mode into its panel. Returns its view. */
 export function complete(panel, api, history) {
-  const prompt = textArea("Prompt", { value: "def read_lines(path):\n    with open(path) as file:\n", rows: 3 });
+  const prompt = textArea("Prompt", { value: 'def count_vowels(text):\n    """Return the number of vowels in text."""', rows: 3 });
   const panes = panesWith("Press Run, or Ctrl+Enter: the text goes on from here.");
   return mount(panel, api, history, { prompt }, panes, {
     name: "complete",
@@ -17,8 +17,8 @@ export function complete(panel, api, history) {
 }
 
 export function fill(panel, api, history) {
-  const prompt = textArea("Before the gap", { value: "import os\n\ndef read(path):\n    with open(", rows: 3 });
-  const suffix = textArea("After the gap", { value: "\n        return file.read()\n", rows: 3 });
+  const prompt = textArea("Before the gap", { value: 'def is_even(n):\n    """Return whether n is even."""\n    return ', rows: 3 });
+  const suffix = textArea("After the gap", { value: " == 0\n", rows: 2 });
   const panes = panesWith("Press Run, or Ctrl+Enter: what belongs here is written here.");
   const hole = el("div", { class: "hole" }, el("p", { class: "label", text: "The gap" }), panes);
   return mount(panel, api, history, { prompt, suffix }, panes, {

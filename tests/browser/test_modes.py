@@ -12,7 +12,6 @@ import pytest
 
 from tests.browser.conftest import OpenPage
 from tests.browser.support import MODES, Mode, expect, fake_answers, token_event
-from tests.support.paths import EMBEDDED
 from tests.support.processes import ServerProcess
 from tests.support.tool_checkpoints import make_tool_checkpoint
 
@@ -350,8 +349,10 @@ def test_chat_shows_the_calls_of_a_real_server(open_page: OpenPage, tmp_path: Pa
         assert mode.panes.nth(1).locator(".note[data-kind=bad]").count() == 0
 
 
-def test_without_a_chat_template_it_says_what_to_do(open_page: OpenPage) -> None:
-    with ServerProcess(EMBEDDED, "--cache.pages", "64") as server:
+def test_without_a_chat_template_it_says_what_to_do(
+    open_page: OpenPage, untemplated_folder: Path
+) -> None:
+    with ServerProcess(untemplated_folder, "--cache.pages", "64") as server:
         page = open_page(server.port)
         chat = Mode(page, "chat").write("Hello")
         notice = chat.panel.locator(".stage > .blank")

@@ -1,9 +1,14 @@
 """OpenAI's agents over chat completions, whole and streamed: a task with several calls whose
-results go back to the model, an output type beside tools, a handoff to an agent with one.
+results go back to the model, an output type beside tools, a handoff to an agent with one. The
+example of a guide, as it stands there.
 """
 
 import asyncio
+import re
+import subprocess
+import sys
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Literal
 
 from agents import (
@@ -21,6 +26,7 @@ from check import run
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
+GUIDE = Path(__file__).parents[2] / "docs/guides/testing-applications.md"
 STEPS = 3
 REQUIRED = ModelSettings(
     tool_choice="required",
@@ -134,9 +140,20 @@ def handoff_to_output_type(url: str) -> None:
         assert result.last_agent.name == "last" and isinstance(result.final_output, Report)
 
 
+def example_of_the_guide(url: str) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
+    (program,) = (block for block in blocks if "from agents import" in block)
+    (expected,) = re.findall(r"^# (.+)$", program, re.MULTILINE)
+    program = program.replace("http://localhost:8000", url).replace("pretrained", "embedded")
+    told = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert told.stdout == f"{expected}\n", told
+
+
 set_tracing_disabled(True)
 run(
     "openai-agents",
     version("openai-agents"),
-    [several_calls, output_type_with_tools, handoff_to_output_type],
+    [several_calls, output_type_with_tools, handoff_to_output_type, example_of_the_guide],
 )

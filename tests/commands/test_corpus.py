@@ -5,10 +5,13 @@ trained further or converted are tried before they are loaded, and must fit the 
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from tokenizers.processors import TemplateProcessing
 
 from commands import corpus
+from commands.held_out import NO_TARGET, inputs_and_targets
 from model.spec import CheckpointError, OptionError
 from server.errors import ConfigurationError
 from tests.support.checkpoints import make_tokenizer
@@ -128,3 +131,41 @@ def test_a_fair_share_is_held_out_of_any_number_of_documents(sizes: list[int]) -
     assert 0.01 < held_out / sum(len(document.text) for document in documents) <= 0.5
     assert "".join(document.text for document in every) == "".join(d.text for d in documents)
     assert corpus.split([documents[:1], documents[1:]]) == parts
+
+
+def test_prompts_are_read_but_not_learnt(tmp_path: Path) -> None:
+    """Also behind a token that opens every text, and never cut into a hole."""
+    asked = {"prompt": "the quick", "completion": " brown fox"}
+    refused = [{"prompt": 1, "completion": "a"}, {"prompt": "a"}, {"prompt": "a", "completion": ""}]
+    (tmp_path / "asked.jsonl").write_text(jsonl(asked, {"text": "lazy dog"}, *refused))
+    documents = corpus.read_documents(tmp_path)
+    assert [(each.prompt, each.text) for each in documents] == [
+        ("the quick", " brown fox"),
+        ("", "lazy dog"),
+    ]
+    tokenizer = make_tokenizer()
+    prompt, completion, text = (
+        tokenizer.encode(each).ids for each in (*asked.values(), "lazy dog")
+    )
+    opening, end = 5, 7
+    tokenizer.post_processor = TemplateProcessing(
+        single="[B] $A", special_tokens=[("[B]", opening)]
+    )
+    expected = {
+        ",".join(map(str, [~opening, *(~id for id in prompt), *completion, end])),
+        ",".join(map(str, [~opening, *text, end])),
+    }
+    found = set()
+    for document in documents:
+        fim_rate = 1.0 if document.prompt else 0.0
+        stream = corpus.token_stream([document], tokenizer, (end,), fim_rate, seed=0)
+        assert stream.dtype == np.int32
+        found.add(",".join(map(str, stream)))
+    assert found == expected
+
+
+def test_targets_are_the_tokens_that_are_learnt() -> None:
+    rows = torch.tensor([[~3, ~4, 5, 6], [~3, ~4, ~5, ~6], [3, 4, 5, 6]])
+    ids, targets = inputs_and_targets(rows)
+    assert ids.tolist() == [[3, 4, 5]] * 3
+    assert targets.tolist() == [[NO_TARGET, 5, 6], [4, 5, 6], [4, 5, 6]]

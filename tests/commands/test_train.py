@@ -334,6 +334,13 @@ def test_folders_are_weighted_and_learn_nothing_that_is_held_out(
     assert epoch == documents.epoch(seed=7)
 
 
+def test_answers_that_repeat_are_learnt(options: TrainOptions, tmp_path: Path) -> None:
+    lines = [{"prompt": f"question {i}: ", "completion": "yes"} for i in range(200)]
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    documents = Corpus(options.model_copy(update=dict(data=(str(tmp_path / "asked.jsonl"),))))
+    assert len(documents.held_out) + len(documents.training) == 200 and documents.held_out
+
+
 @pytest.mark.parametrize("text", ["folder=", "folder=much", "folder=0", "folder=nan", "a=b"])
 def test_a_weight_that_is_no_weight_is_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(

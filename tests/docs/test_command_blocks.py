@@ -8,7 +8,7 @@ import pytest
 
 from scripts.generate_reference import DOCS
 from tests.support.command_blocks import Block, Reader, blocks
-from tests.support.paths import ROOT
+from tests.support.paths import EMBEDDED, ROOT
 from tests.support.processes import ServerProcess
 
 README = ROOT / "README.md"
@@ -23,13 +23,9 @@ RUN = [page for page, found in BLOCKS.items() if any(block.reason is None for bl
 
 
 @pytest.fixture(scope="module")
-def reader(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
-    """A reader beside a server of the embedded model with a chat template, under the name that the
-    pages give it.
-    """
-    server = ServerProcess(
-        embedded_folder, "--server.model_name", "pretrained", "--cache.pages", "512"
-    )
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+    """A reader beside a server of the embedded model."""
+    server = ServerProcess(EMBEDDED, "--cache.pages", "512")
     reader = Reader(tmp_path_factory.mktemp("reader"), server.port)
     yield reader
     assert set(reader.close()) <= {0}
@@ -63,13 +59,13 @@ def test_the_commands_of_a_page_run(page: Path, reader: Reader) -> None:
             reader.run(block)
 
 
-def test_the_first_request_looks_well(reader: Reader) -> None:
+def test_the_first_request_is_answered_as_printed(reader: Reader) -> None:
     first = next(block for block in BLOCKS[README] if block.text.startswith("curl"))
     events = [
         json.loads(line.removeprefix("data:")) for line in reader.run(first).splitlines() if line
     ]
-    lines = [line.strip() for line in events[-1]["generated_text"].splitlines() if line.strip()]
-    assert len(lines) >= 4 and len(set(lines)) >= 0.7 * len(lines), lines
+    said = events[-1]["generated_text"].strip()
+    assert len(said) > 20 and said in README.read_text()
 
 
 def test_a_reason_belongs_to_the_next_block_alone() -> None:

@@ -3,19 +3,26 @@ and in `transformers`.
 """
 
 import json
+from itertools import islice
 
 import pytest
 import torch
 
 from cache.layout import CacheLayout
+from commands.corpus import SPECIAL_TOKENS
 from model.checkpoint.families import read_spec
 from model.options import EngineOptions
 from model.runner.runner import ModelRunner
 from model.step import SampledToken, Sampling
+from scripts.embedded_world import mix
+from scripts.embedded_world.start import MARKS
 from server.config import EMBEDDED_MODEL
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, Scheduler
+from server.text.calls.formats import format_of
+from server.text.chat_template import ChatTemplate
 from server.text.codec import TextCodec
+from server.text.conversation import ChatInput
 
 PROMPTS = (
     "def quicksort(",
@@ -27,7 +34,7 @@ PROMPTS = (
 def test_its_size_and_parts() -> None:
     assert (EMBEDDED_MODEL / "model.safetensors").stat().st_size <= 16 * 10**6
     spec = read_spec(EMBEDDED_MODEL)
-    assert spec.max_positions >= 4096 and spec.end_token_ids == (0,)
+    assert spec.max_positions >= 4096 and spec.end_token_ids[0] == 0
     config = json.loads((EMBEDDED_MODEL / "config.json").read_text())
     assert (
         config["model_type"] == "gpt_bigcode"
@@ -40,11 +47,26 @@ def test_its_size_and_parts() -> None:
 
 def test_its_special_tokens() -> None:
     codec = TextCodec(EMBEDDED_MODEL)
-    ids = [
-        codec.tokenizer.token_to_id(token)
-        for token in ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<|endoftext|>")
-    ]
-    assert None not in ids and set(ids) <= codec.special_ids and codec.end_token_ids == (0,)
+    ids = [codec.tokenizer.token_to_id(token) for token in (*SPECIAL_TOKENS, *MARKS)]
+    assert None not in ids and set(ids) == codec.special_ids
+    assert codec.end_token_ids == (ids[0],)
+    assert read_spec(EMBEDDED_MODEL).end_token_ids == (
+        ids[0],
+        codec.tokenizer.token_to_id("<|end|>"),
+    )
+
+
+def test_the_server_writes_conversations_as_it_was_trained_on_them() -> None:
+    """Also calls of tools, which it knows as a format of its own."""
+    codec, template = TextCodec(EMBEDDED_MODEL), mix.template()
+    known = format_of(codec)
+    assert known is not None and known.name == "functiongemma"
+    for lesson in islice(mix.lessons(seed=0), 60):
+        if lesson.messages:
+            text = mix.text_of(lesson, template)
+            messages, last = lesson.messages[:-1], text.rindex("<|assistant|>")
+            prompt = ChatTemplate(codec).encode(ChatInput(messages, tools=lesson.tools))
+            assert prompt == codec.tokenizer.encode(text[: last + len("<|assistant|>")]).ids
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)

@@ -329,7 +329,7 @@ def compile_attention(architecture: int, shape: int, window: int, stored: bool, 
             kernel, NUMBERS[size], architecture, sizes | {"WINDOW": window}, configuration.options,
             pointers,
         )  # fmt: skip
-        about = {"rows": configuration.rows, "groups": configuration.groups, "size": size}
+        about = {"rows": configuration.rows, "groups": configuration.warp_groups, "size": size}
         tell(told | about | found)
     # Latents come turned.
     for absent in ({"cosine_ptr": None, "sine_ptr": None}, *([] if num_r else [{}])):

@@ -36,19 +36,32 @@ def expected_instruction(architecture: int, rows: int, size: int) -> str:
     return {90: "wgmma.mma_async", 100: "tcgen05.mma"}[architecture]
 
 
-def compile_kernels(wanted: list[str], cache: Path) -> "subprocess.CompletedProcess[str]":
+def run_python(arguments: list[str], cache: Path) -> "subprocess.CompletedProcess[str]":
+    """Of a process that compiles kernels, whatever Triton is set to here."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("TRITON_")
     }
-    command = [sys.executable, "-m", "tests.triton.compile_kernels", *wanted]
     return subprocess.run(
-        command,
+        [sys.executable, *arguments],
         cwd=ROOT,
         env=environment | {"TRITON_CACHE_DIR": str(cache)},
         check=False,
         capture_output=True,
         text=True,
     )
+
+
+def compile_kernels(wanted: list[str], cache: Path) -> "subprocess.CompletedProcess[str]":
+    return run_python(["-m", "tests.triton.compile_kernels", *wanted], cache)
+
+
+def test_a_larger_top_k_compiles_no_further_kernel(tmp_path: Path) -> None:
+    program = (
+        "from model.devices.gpu.draw import confine\n"
+        "print(*(each.name for each in confine.params if each.do_not_specialize))"
+    )
+    done = run_python(["-c", program], tmp_path)
+    assert "likeliest_stride" in done.stdout.split(), done.stderr
 
 
 def compiled(wanted: list[str], cache: Path) -> list[dict[str, Any]]:

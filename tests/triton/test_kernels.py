@@ -14,6 +14,7 @@ from model.decode import NO_LINE, NO_SAMPLE
 from model.devices.gpu.attention.configurations import Configuration, Splits
 from model.layers import Rotation
 from tests.support.attention_cases import SHORT, Case, captured_plan
+from tests.support.kernel_launches import watched
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -190,14 +191,21 @@ def test_the_same_bits_alone_in_company_and_in_pieces(seed: int) -> None:
             assert torch.equal(case.cut(i, [n for n in pieces if n], layer), together[i])
 
 
+@pytest.mark.parametrize("most", [40, 200])
 @torch.inference_mode()
-def test_the_same_bits_when_the_scratch_is_short() -> None:
-    case = Case(3, 4, 32, most=200)
+def test_the_same_bits_when_the_scratch_is_short(most: int) -> None:
+    """In as few launches as the splits that there are allow."""
+    case = Case(3, 4, 32, most=most)
     whole = case.run(case.everyone())
-    assert sum(len(row.tokens) for row in case.rows) > 2
-    case.capacity = 2 * SHORT.most
-    for expected, actual in zip(whole, case.run(case.everyone()), strict=True):
-        assert torch.equal(expected, actual)
+    num_tokens = sum(len(row.tokens) for row in case.rows)
+    num_keys = max(row.start + len(row.tokens) for row in case.rows)
+    case.capacity, launched = 2 * SHORT.most, list[str]()
+    with watched(lambda name, _: launched.append(name)):
+        outputs = case.run(case.everyone())
+    assert all(map(torch.equal, outputs, whole))
+    num_splits = min(SHORT.most, -(-num_keys // SHORT.keys))
+    num_launches = -(-num_tokens // (case.capacity // num_splits))
+    assert launched.count("decode") == num_launches > 1
 
 
 @pytest.mark.parametrize("part", range(3))

@@ -55,6 +55,9 @@ def test_rows_in_slabs_are_products_of_one_shape(num_rows: int) -> None:
     x = torch.randn(num_rows, 3, 4)
     y = in_slabs(lambda slab: seen.append(slab.shape) or slab.sum(dim=-1), x)
     assert torch.equal(y, x.sum(dim=-1)) and set(seen) <= {torch.Size([SLAB, 3, 4]), x.shape}
+    # A library may take another way for rows that do not lie next to each other.
+    apart = torch.randn(num_rows, 4, 3).transpose(1, 2)
+    assert in_slabs(lambda slab: slab.new_full([len(slab)], slab.is_contiguous()), apart).all()
     linear, router, table = (
         CublasLinear(Linear(40, 24)),
         Router(40, 24, bias=False),
@@ -66,7 +69,7 @@ def test_rows_in_slabs_are_products_of_one_shape(num_rows: int) -> None:
         multiply_in_slabs(module)
         assert {"forward", "logits"} & vars(module).keys()
     for actual, right in zip((linear(x), router(x), table.logits(x)), expected, strict=True):
-        assert near(actual, right, 1e-6)
+        assert near(actual, right, 1e-5)
 
 
 def test_products_that_depend_on_a_rows_place_are_refused(
@@ -75,8 +78,14 @@ def test_products_that_depend_on_a_rows_place_are_refused(
     from model.devices.gpu.modules import CublasLinear, SlabProducts
 
     spec = read_spec(tiny_folder)
+    forward, logits = CublasLinear.forward, Embedding.logits
+
+    def of_tokens(table: Embedding, x: Tensor) -> Tensor:
+        assert len(table.weight) == spec.vocab_size, "nothing is multiplied by positions"
+        return logits(table, x)
+
+    monkeypatch.setattr(Embedding, "logits", of_tokens)
     load_decoder(tiny_folder, spec, torch.float32, torch.device("cpu"), SlabProducts())
-    forward = CublasLinear.forward
 
     def by_place(module: CublasLinear, x: Tensor) -> Tensor:
         y = forward(module, x)

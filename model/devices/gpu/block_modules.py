@@ -109,12 +109,13 @@ class GpuBlockMatrix(RowMatrix):
     def _put(self, first: int, rows: Tensor) -> None:
         blocks_NBb = rows.unflatten(1, (-1, self.form.block_bytes))
         (count, num_blocks, _), weights = blocks_NBb.shape, self.stored
-        heads_BN = [weights.scales_BN, *([] if weights.minima_BN is None else [weights.minima_BN])]
+        heads_BN = [head_BN for head_BN in weights[1:3] if head_BN is not None]
         for number, head_BN in enumerate(heads_BN):
             pair_NB2 = blocks_NBb[..., HEAD_BYTES * number : HEAD_BYTES * (number + 1)].contiguous()
             head_BN[:num_blocks, first : first + count] = pair_NB2.view(torch.float16)[..., 0].T
         numbers_NBj = blocks_NBb[..., HEAD_BYTES * len(heads_BN) :]
-        numbers_NBj = numbers_NBj ^ 128 if weights.minima_BN is None else numbers_NBj
+        if weights.minima_BN is None:
+            numbers_NBj = numbers_NBj ^ 128
         weights.numbers_Nj[first : first + count, : numbers_NBj[0].numel()] = numbers_NBj.flatten(1)
 
     def rows(self, ids_T: Tensor) -> Tensor:
@@ -132,8 +133,7 @@ class GpuBlockMatrix(RowMatrix):
 class GpuBlockLinear(GpuBlockMatrix):
     """Replaces a Linear."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.product(x)
+    forward = GpuBlockMatrix.product
 
 
 class GpuBlockEmbedding(GpuBlockMatrix):
@@ -141,12 +141,7 @@ class GpuBlockEmbedding(GpuBlockMatrix):
     head.
     """
 
-    def forward(self, ids_T: Tensor) -> Tensor:
-        return self.rows(ids_T)
-
-    def logits(self, x_SD: Tensor) -> Tensor:
-        """x_SD -> logits_SV"""
-        return self.product(x_SD)
+    forward, logits = GpuBlockMatrix.rows, GpuBlockMatrix.product
 
 
 IN_BLOCKS: dict[type[nn.Module], type[GpuBlockMatrix]] = {

@@ -188,28 +188,22 @@ def dequantize(
     y_ptrs = y_ptr + index_N.to(tl.int64)[:, None] * INPUTS + input_j[None, :]
     number_type = y_ptr.dtype.element_ty
     if minima_ptr is None:
-        tl.store(
-            y_ptrs,
-            _weights(bits_Nj, scale_NB1, None, 128).to(number_type),
-            mask=there_N[:, None] & (input_j < INPUTS)[None, :],
-        )
+        w_Nj = _weights(bits_Nj, scale_NB1, None, 128)
     else:
         minimum_NB1 = _of_blocks(minima_ptr, block_B, row_N, ROWS)
-        w_Nj = _weights(bits_Nj & 15, scale_NB1, minimum_NB1, 0).to(number_type)
-        tl.store(y_ptrs, w_Nj, mask=there_N[:, None] & (input_j < INPUTS)[None, :])
         w_Nj = _weights(bits_Nj & 240, scale_NB1 * 0.0625, minimum_NB1, 0).to(number_type)
         tl.store(y_ptrs + 16, w_Nj, mask=there_N[:, None] & (input_j + 16 < INPUTS)[None, :])
+        w_Nj = _weights(bits_Nj & 15, scale_NB1, minimum_NB1, 0)
+    tl.store(y_ptrs, w_Nj.to(number_type), mask=there_N[:, None] & (input_j < INPUTS)[None, :])
 
 
 def choose(num_rows: int, itemsize: int, fixed_tile: bool) -> Tile:
     """The tile of a product of x with so many rows of numbers of this size."""
     if itemsize == 4:
         return FLOAT32_TILE
-    return (
-        TILES[-1]
-        if fixed_tile
-        else next((tile for tile in TILES if num_rows <= tile.rows), TILES[-1])
-    )
+    if fixed_tile:
+        return TILES[-1]
+    return next((tile for tile in TILES if num_rows <= tile.rows), TILES[-1])
 
 
 def multiply_blocks(

@@ -174,6 +174,12 @@ def _store_token(drawn_ptr, results_ptr, model_ptr, row, token, normaliser, mode
 
 
 @triton.jit
+def _of_parts(field_ptrs, there_P, other):
+    """Volatile: not from a cache that other programs' stores do not reach."""
+    return tl.load(field_ptrs, mask=there_P, other=other, volatile=True)
+
+
+@triton.jit
 def _join(
     start_ptr, settings_ptr, part_ptr, num_blocks, COLUMNS: tl.constexpr, BLOCK_B: tl.constexpr,
     NUM_PARTS: tl.constexpr,
@@ -182,30 +188,19 @@ def _join(
     logit, whether states are finite.
     """
     part_P = tl.arange(0, NUM_PARTS)
-    there_P, inverse = part_P < num_blocks, _float(settings_ptr)
-    # Volatile: not from a cache that other programs' stores do not reach.
-    peak_P = tl.load(part_ptr + part_P, mask=there_P, other=0, volatile=True).to(
-        tl.float32, bitcast=True
-    )
+    there_P, inverse, part_ptr = part_P < num_blocks, _float(settings_ptr), part_ptr + part_P
+    peak_P = _of_parts(part_ptr, there_P, 0).to(tl.float32, bitcast=True)
     peak_P = tl.where(there_P, peak_P, float("-inf"))
-    total_P = tl.load(part_ptr + NUM_PARTS + part_P, mask=there_P, other=0, volatile=True).to(
-        tl.float32, bitcast=True
-    )
-    place_P = tl.load(
-        part_ptr + 2 * NUM_PARTS + part_P, mask=there_P, other=COLUMNS - 1, volatile=True
-    )
-    finite_P = tl.load(part_ptr + 3 * NUM_PARTS + part_P, mask=there_P, other=1, volatile=True)
+    total_P = _of_parts(part_ptr + NUM_PARTS, there_P, 0).to(tl.float32, bitcast=True)
+    place_P = _of_parts(part_ptr + 2 * NUM_PARTS, there_P, COLUMNS - 1)
+    finite_P = _of_parts(part_ptr + 3 * NUM_PARTS, there_P, 1)
     largest = tl.max(peak_P, 0)
     # Of NaN there is no largest: the row fails, but its token must be a valid id.
     token = tl.min(tl.where(peak_P == largest, place_P, COLUMNS - 1), 0)
     if inverse > 0.0:
-        speed_P = tl.load(
-            part_ptr + 4 * NUM_PARTS + part_P, mask=there_P, other=0, volatile=True
-        ).to(tl.float32, bitcast=True)
+        speed_P = _of_parts(part_ptr + 4 * NUM_PARTS, there_P, 0).to(tl.float32, bitcast=True)
         speed_P = tl.where(there_P, speed_P + (peak_P - largest) * inverse, float("-inf"))
-        place_P = tl.load(
-            part_ptr + 5 * NUM_PARTS + part_P, mask=there_P, other=COLUMNS - 1, volatile=True
-        )
+        place_P = _of_parts(part_ptr + 5 * NUM_PARTS, there_P, COLUMNS - 1)
         token = tl.minimum(
             tl.min(tl.where(speed_P == tl.max(speed_P, 0), place_P, COLUMNS - 1), 0), COLUMNS - 1
         )
@@ -315,7 +310,7 @@ def _lowest(likeliest_ptr, top_k):
     return lowest, tl.sum(ties_E, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["likeliest_stride"])
 def confine(
     logits_ptr, likeliest_ptr, model_ptr, limits_ptr, shares_ptr, settings_ptr, drawn_ptr,
     results_ptr, logits_stride, likeliest_stride, model_stride,

@@ -48,7 +48,7 @@ def norm(
 ) -> Tensor:
     """LayerNorm (centred) or RMSNorm of the last axis, with weights weight_D + offset."""
     x = in_place(x)
-    y, columns = torch.empty_like(x, memory_format=torch.contiguous_format), x.shape[-1]
+    y, columns = torch.empty_like(x), x.shape[-1]
     if x.numel():
         kernels.add_norm[(x.numel() // columns,)](
             x, None, None, None, None, None, y, weight_D, bias_D, 1.0, epsilon, offset, columns,
@@ -132,18 +132,10 @@ def softmax(x_TE: Tensor) -> Tensor:
 def _block(columns: int) -> dict[str, Any]:
     """Options of a kernel with one program for each row of so many columns."""
     block = 1 << (columns - 1).bit_length()
-    return {"BLOCK": block, "num_warps": _warps(block), **EXACT}
-
-
-def _warps(block: int) -> int:
-    return 8 if block > 2048 else 4
+    return {"BLOCK": block, "num_warps": 8 if block > 2048 else 4, **EXACT}
 
 
 def in_place(x: Tensor) -> Tensor:
     """x in contiguous memory at an address that is a multiple of 16."""
     x = x.contiguous()
-    return (
-        x
-        if x.data_ptr() % ADDRESS_MULTIPLE == 0
-        else x.clone(memory_format=torch.contiguous_format)
-    )
+    return x if x.data_ptr() % ADDRESS_MULTIPLE == 0 else x.clone()

@@ -13,7 +13,7 @@ c columns of the latent, p of a head without position, v of a head's value.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -70,12 +70,10 @@ def in_slabs(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     StarCoderBase-1B, whose single rows take 45 us and whose 4,096 rows 445 us at once.
     """
     missing = -len(x) % SLAB
-    filled = torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
+    # What prove_places has computed is contiguous, and the library may take another way for others.
+    filled = torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x.contiguous()
     slabs = [product(slab) for slab in filled.split(SLAB)]
     return (slabs[0] if len(slabs) == 1 else torch.cat(slabs))[: len(x)]
-
-
-Widths = dict[str, Callable[[Any], Sequence[int]]]
 
 
 def _inputs(module: Any) -> Sequence[int]:
@@ -83,7 +81,7 @@ def _inputs(module: Any) -> Sequence[int]:
     return tuple(module.weight.shape[1:])
 
 
-IN_SLABS: dict[type[nn.Module], Widths] = {
+IN_SLABS: dict[type[nn.Module], dict[str, Callable[[Any], Sequence[int]]]] = {
     CublasLinear: {"forward": _inputs},
     Router: {"forward": _inputs},
     Embedding: {"logits": _inputs},
@@ -105,13 +103,13 @@ def prove_places(decoder: Decoder) -> None:
     """Raises OptionError if a row of some product has other bits at another place. Of each shape
     one is computed, with its rows in two orders.
     """
-    proved = set()
+    proved, tied = set(), None if decoder.head is not None else decoder.token_embedding
     for module in decoder.modules():
         for name, width_of in IN_SLABS.get(type(module), {}).items():
-            product: Callable[[Tensor], Tensor] = getattr(module, name)
-            weight, width = cast(Tensor, module.weight), width_of(module)
+            product, width = getattr(module, name), width_of(module)
+            weight: Any = module.weight
             shape = type(module), weight.shape, getattr(module, "activation", None), width
-            if shape in proved or (isinstance(module, Embedding) and decoder.head is not None):
+            if shape in proved or (isinstance(module, Embedding) and module is not tied):
                 continue
             proved.add(shape)
             x = torch.randn(SLAB, *width, dtype=weight.dtype, device=weight.device)
@@ -140,7 +138,7 @@ class CublasProducts(Products):
         super().finish(decoder)
         replace_modules(
             decoder,
-            lambda module: found(module) if (found := REPLACEMENTS.get(type(module))) else None,
+            lambda module: (found := REPLACEMENTS.get(type(module))) and found(module),
         )
         for module in decoder.modules():
             if isinstance(module, Block):

@@ -15,11 +15,13 @@ from msgspec.structs import replace
 from cache.layout import pages_for
 from model.checkpoint.families import read_spec
 from model.checkpoint.weights import load_decoder
-from model.decode import DecodeTable
+from model.decode import NO_SAMPLE, DecodeTable
 from model.devices import find_device
 from model.devices.cpu.torch_blocks import BlockProducts
+from model.devices.gpu.attention.configurations import Sizes, choose_decode
+from model.devices.gpu.attention.plan import FEW_TOKENS
 from model.runner.pending_step import PendingStep
-from model.runner.runner import ModelRunner, largest_step
+from model.runner.runner import ModelRunner, all_in_page_0, largest_step
 from model.step import PENDING, Row, Sample, SampledToken, SampleError, Sampling, StepPlan
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, Scheduler, TokenEvent
@@ -177,6 +179,37 @@ def test_a_step_larger_than_any_captured_is_launched_piece_by_piece(tmp_path: Pa
     finish(core)
     # The prompt, and tokens up to the end of the first page.
     assert stream.num_replays == 1 + PAGE - 3 and stream.num_enqueued == 40
+
+
+def test_long_contexts_are_captured_however_many_pages_a_block_has(
+    checkpoint: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to the bound."""
+    monkeypatch.setattr("model.runner.cuda_graphs.MOST_BLOCKS", 64 * 2)
+    runner: Any = overlapped(checkpoint.folder, RecordingStream(), captured=True).runner
+    layout = runner.pool.layout
+    for num_keys, is_captured in ((2 * PAGE, True), (2 * PAGE + 1, False)):
+        row = Row(0, [0], num_keys - 1, all_in_page_0(layout, num_keys), NO_SAMPLE)
+        step = DecodeTable.of(layout, [row] * 64, [PENDING] * 64).advance()
+        assert (runner._graphs.find(step) is not None) is is_captured
+        assert not is_captured or len(runner._graphs._pack(step, 64)) <= len(
+            runner._graphs._numbers
+        )
+
+
+@pytest.mark.parametrize("most_rows", [8, 64, 100, 189, 256])
+def test_the_warm_up_computes_every_kernel_of_single_tokens(
+    most_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(SHAPES[1], tmp_path)
+    runner: Any = overlapped(tmp_path, RecordingStream(), captured=False).runner
+    runner._most_rows, runner._most_tokens, plans = most_rows, 2048, list[StepPlan]()
+    monkeypatch.setattr(runner, "run", plans.append)
+    runner.warm_up(4096)
+    counts = [[len(row.tokens) for row in plan.listed] for plan in plans]
+    sizes = Sizes(16, 128, 128, 2, 64)
+    warmed = {choose_decode(sizes, sum(n for n in each if n <= FEW_TOKENS)) for each in counts}
+    assert warmed == {choose_decode(sizes, n) for n in range(1, most_rows + FEW_TOKENS + 1)}
 
 
 def test_short_chunks_of_prompts_beside_single_tokens_are_captured(tmp_path: Path) -> None:

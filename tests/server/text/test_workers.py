@@ -50,16 +50,16 @@ BOMB = CompileGrammar(
 
 
 @pytest.fixture
-async def workers() -> AsyncIterator[Workers]:
+async def workers(texts: Texts) -> AsyncIterator[Workers]:
     made = Workers()
-    made.start(Texts(TextCodec(EMBEDDED)))
+    made.start(texts)
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
-def texts() -> Texts:
-    return Texts(TextCodec(EMBEDDED))
+def texts(untemplated_folder: Path) -> Texts:
+    return Texts(TextCodec(untemplated_folder))
 
 
 JOBS: list[AnyJob] = [
@@ -219,7 +219,7 @@ async def test_only_a_forking_process_that_is_there_is_killed(
 
 
 async def test_a_job_for_which_no_process_is_forked_is_answered_at_once(
-    monkeypatch: pytest.MonkeyPatch,
+    texts: Texts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the forking process, which stays, with all the processes that it has forked."""
     limited = Workers()
@@ -228,7 +228,7 @@ async def test_a_job_for_which_no_process_is_forked_is_answered_at_once(
         child_process, "fork", lambda *args, **options: next(forks, no_process)(*args, **options)
     )
     try:
-        limited.start(Texts(TextCodec(EMBEDDED)))
+        limited.start(texts)
         there = forker(limited)
         began = time.monotonic()
         with pytest.raises(Unavailable):

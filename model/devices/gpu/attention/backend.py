@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cache.layout import pages_for
+from cache.layout import LayerGroup, Place, pages_for
 from cache.pool import KVPool
 from model.batch import Batch
 from model.devices.gpu import EXACT, upload
@@ -46,7 +46,9 @@ Plan = StepLists[Tensor]
 
 class TritonBackend:
     """Two launches for each layer: rotation and storing of keys and values; attention. One more
-    where a step has long chunks.
+    where a step has long chunks, and one for each further part of the single tokens whose splits
+    the scratch memory has room for: with `invariant` 4,096 tokens behind 8,000 take 8 parts for
+    16 heads of 128 columns and 32 for 48.
 
     Invariant: a token's output depends on its own sequence, and on the configuration and the splits
     of its kernel. With `invariant` these are the same for all tokens of all steps; else they depend
@@ -120,14 +122,18 @@ class TritonBackend:
     ) -> Tensor:
         return self.attend(plan, layer, self.store(plan, layer, q_THd, k_Td, v_Tv, rotation))
 
+    def _stored(self, layer: int) -> tuple[Place, LayerGroup, Tensor, Tensor]:
+        """Where the keys and values of a layer are."""
+        place = self.pool.layout.places[layer]
+        return place, self.pool.layout.groups[place.group], *self.pool.layer(layer)
+
     def attend(self, plan: Plan, layer: int, q_THd: Tensor) -> Tensor:
         """The second part of `run`: attention of rotated queries, contiguous in each token, over
         stored keys and values. The outputs of padding are undefined.
         """
         o_THv = q_THd.new_empty(len(q_THd), self.num_heads, self.columns[2])
         if plan.tiles_M3 is not None:
-            place = self.pool.layout.places[layer]
-            group, (keys, values) = self.pool.layout.groups[place.group], self.pool.layer(layer)
+            place, group, keys, values = self._stored(layer)
             attend[len(plan.tiles_M3),](
                 q_THd, keys, values, o_THv, plan.tiles_M3, plan.positions_T,
                 plan.offsets_GT[place.group], plan.pages_P,
@@ -144,17 +150,17 @@ class TritonBackend:
     def _decode(
         self, plan: Plan, layer: int, num_single: int, q_THd: Tensor, o_THv: Tensor
     ) -> None:
-        place = self.pool.layout.places[layer]
-        group, (keys, values) = self.pool.layout.groups[place.group], self.pool.layer(layer)
+        place, group, keys, values = self._stored(layer)
         configuration, splits = self.decoding(num_single)
         tiles_of_row = pages_for(self.num_heads, configuration.rows)
         # A window may begin within a block.
-        block = configuration.groups * configuration.keys
-        seen = min(plan.num_keys, (group.window or plan.num_keys) + block - 1)
-        at_once = self.capacity // (tiles_of_row * splits.most)
+        before = configuration.warp_groups * configuration.keys - 1
+        seen = min(plan.num_keys, (group.window or plan.num_keys) + before)
+        num_splits = min(splits.most, pages_for(seen, splits.keys))
+        at_once = self.capacity // (tiles_of_row * num_splits)
         for first in range(0, num_single, at_once):
             num_rows = min(at_once, num_single - first)
-            decode[num_rows * tiles_of_row, min(splits.most, pages_for(seen, splits.keys))](
+            decode[num_rows * tiles_of_row, num_splits](
                 q_THd, keys, values, o_THv, plan.tokens_B, plan.positions_T,
                 plan.offsets_GT[place.group], plan.pages_P,
                 self.partial, self.peaks, self.sums, self.counters,
@@ -177,8 +183,7 @@ class TritonBackend:
         """Stores keys and values. -> q_THd, rotated; rows of padding are undefined."""
         q_THd = q_THd if q_THd.stride()[1:] == (q_THd.shape[-1], 1) else q_THd.contiguous()
         k_Td, v_Tv = (x if x.stride(1) == 1 else x.contiguous() for x in (k_Td, v_Tv))
-        place = self.pool.layout.places[layer]
-        group, (keys, values) = self.pool.layout.groups[place.group], self.pool.layer(layer)
+        place, group, keys, values = self._stored(layer)
         turned_THd, cosine_Tr, sine_Tr, programs, warps = q_THd, None, None, 1, 1
         if rotation is not None:
             assert 2 * rotation.cosine_Tr.shape[1] == q_THd.shape[-1]
@@ -204,7 +209,7 @@ def sizes_of(num_heads: int, columns: Columns, configuration: Configuration) -> 
     sizes = {"HEADS": num_heads, "BLOCK_M": configuration.rows, "BLOCK_N": configuration.keys}
     for letter, num in zip("DRV", columns, strict=True):
         sizes |= {f"NUM_{letter}": num, f"BLOCK_{letter}": block_of(num)}
-    return sizes | {"GROUPS": configuration.groups}
+    return sizes | {"GROUPS": configuration.warp_groups}
 
 
 def write_sizes_of(num_heads: int, key_dim: int, value_dim: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ value.
 import triton
 import triton.language as tl
 
-from model.devices.gpu.attention.online_softmax import queries, through
+from model.devices.gpu.attention.online_softmax import online_softmax, queries
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def attend(
         part_low, part_high = (
             (low, inner) if part == 0 else (inner, outer) if part == 1 else (outer, high)
         )
-        peak_M, sum_M, o_MV = through(
+        peak_M, sum_M, o_MV = online_softmax(
             part_low, part_high, (start + token_M)[:, None], last_position, tl.arange(0, BLOCK_N),
             q_MD, q_MR, peak_M, sum_M, o_MV, pages_ptr, num_stacks, keys_ptr, values_ptr, factor,
             NUM_D, NUM_R, NUM_V, BLOCK_D, BLOCK_R, BLOCK_V, BLOCK_N, PAGE, WINDOW, VALUE_IN_KEY,

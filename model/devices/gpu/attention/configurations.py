@@ -25,7 +25,7 @@ class Configuration:
     stages: int
     """Blocks on their way and being computed: the number of a block's page is loaded while the
     block before it is computed."""
-    groups: int = 1
+    warp_groups: int = 1
     """Warps that have `keys` of each block to themselves; 1: all warps share the keys."""
     most_registers: int | None = None
     """Limit for a thread, if the compiler would use so many that a multiprocessor holds one tile
@@ -40,7 +40,7 @@ class Configuration:
 # (most query heads, most key columns, bytes of the query dtype, configuration); the first line that
 # fits applies. Keys and values in float8 are converted to the query dtype.
 DECODE = (
-    (16, 128, 2, Configuration(16, 16, 4, 3, groups=4)),
+    (16, 128, 2, Configuration(16, 16, 4, 3, warp_groups=4)),
     (16, 576, 2, Configuration(16, 32, 4, 3)),
     (32, 128, 2, Configuration(32, 64, 4, 3)),
     (32, 256, 2, Configuration(32, 32, 4, 3)),
@@ -57,7 +57,7 @@ DECODE = (
 )
 MANY_SMALL = Configuration(16, 32, 1, 4)
 """In place of the first line of DECODE for many rows, which occupy a card with a warp each, and for
-pages too small for its groups."""
+pages too small for its groups of warps."""
 CHUNKS = (
     (1024, 64, 2, Configuration(128, 64, 8, 3, most_registers=128)),
     (1024, 128, 2, Configuration(64, 64, 4, 3)),
@@ -118,14 +118,14 @@ def fitted(found: Configuration, sizes: Sizes) -> Configuration:
     with fewer rows, as far as the card's shared memory demands it. As compiled by Triton 3.7.1 it
     holds a tile's queries, the blocks that are loaded while one is computed, and 64 bytes a row.
     """
-    keys = min(found.keys, sizes.page_size // found.groups)
+    keys = min(found.keys, sizes.page_size // found.warp_groups)
     found = replace(found, keys=keys)
     key_dim, value_dim = sizes.key_dim, sizes.value_dim
     if value_dim:
         # Blocks have as many columns as the next power of two.
         key_dim, value_dim = (1 << (columns - 1).bit_length() for columns in (key_dim, value_dim))
     row_bytes = key_dim * sizes.itemsize + 64
-    block_bytes = keys * found.groups * (key_dim + value_dim) * sizes.itemsize
+    block_bytes = keys * found.warp_groups * (key_dim + value_dim) * sizes.itemsize
     while found.rows * row_bytes + max(1, found.stages - 1) * block_bytes > sizes.shared:
         if found.stages > 2:
             found = replace(found, stages=found.stages - 1)
@@ -140,7 +140,8 @@ def choose_decode(sizes: Sizes, num_rows: int = 1) -> Configuration:
     """The configuration for single tokens of a step of so many rows."""
     found = _first_of(DECODE, sizes)
     assert found is not None
-    if found.groups > 1 and (num_rows >= MANY_ROWS or sizes.page_size < found.groups * LEAST_ROWS):
+    groups = found.warp_groups
+    if groups > 1 and (num_rows >= MANY_ROWS or sizes.page_size < groups * LEAST_ROWS):
         found = MANY_SMALL
     return fitted(found, sizes)
 

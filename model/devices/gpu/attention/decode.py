@@ -2,7 +2,7 @@
 
 A program computes one tile of a token's heads over one split of its keys. Each of GROUPS warps has
 BLOCK_N keys of every block to itself, with sums of its own that are joined after the loop, so that
-the loop needs few barriers; with one group all warps share the keys.
+the loop needs few barriers; with one group of warps all share the keys.
 
 The last program of a tile to finish, which an atomic counter tells, adds up the splits in their
 order and sets the counter back to 0.
@@ -11,20 +11,20 @@ Invariant: a token's output depends on its own sequence, and on the tile sizes, 
 `most_splits`. All keys are stored before the launch, so that tokens of one sequence may be in it. A
 token at a position below 0 is padding: nothing is read or written for it.
 
-Shape letters: G groups, M rows of a tile, which are heads, N keys of a group's block, D first
-columns of a key, R its tail's, V of a value. Tensors of the loop begin with G only where there are
-several groups.
+Shape letters: G groups of warps, M rows of a tile, which are heads, N keys of a group's block, D
+first columns of a key, R its tail's, V of a value. Tensors of the loop begin with G only where
+there are several groups.
 """
 
 import triton
 import triton.language as tl
 
-from model.devices.gpu.attention.online_softmax import base_of, queries, through
+from model.devices.gpu.attention.online_softmax import base_of, online_softmax, queries
 
 
 @triton.jit
 def _of_each(GROUPS: tl.constexpr, q_MD):
-    """Queries, once for each group."""
+    """Queries, once for each group of warps."""
     return (
         q_MD
         if GROUPS == 1
@@ -66,7 +66,7 @@ def _attended(
         peak = tl.full([GROUPS, BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([GROUPS, BLOCK_M], tl.float32)
         o = tl.zeros([GROUPS, BLOCK_M, BLOCK_V], tl.float32)
-    peak, total, o = through(
+    peak, total, o = online_softmax(
         low, high, position, position, inside, q, q_tail, peak, total, o, pages_ptr, num_stacks,
         keys_ptr, values_ptr, factor,
         NUM_D, NUM_R, NUM_V, BLOCK_D, BLOCK_R, BLOCK_V, GROUPS * BLOCK_N, PAGE, WINDOW,
@@ -164,7 +164,7 @@ def decode(
     )  # fmt: skip
     last = num_splits == 1
     if not last:
-        scratch = tile.to(tl.int64) * most_splits
+        scratch = tile.to(tl.int64) * tl.num_programs(1)
         last = _counted(
             scratch + number, counters_ptr + tile, num_splits, peak_M, sum_M, o_MV, stored_MV,
             partial_ptr, peaks_ptr, sums_ptr, NUM_V, BLOCK_V, BLOCK_M,

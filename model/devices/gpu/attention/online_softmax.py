@@ -55,7 +55,7 @@ def base_of(peak):
 
 
 @triton.jit
-def through(
+def online_softmax(
     low, high, position, last, inside, q, q_tail, peak, total, o, pages_ptr, num_stacks, keys_ptr,
     values_ptr, factor,
     NUM_D: tl.constexpr, NUM_R: tl.constexpr, NUM_V: tl.constexpr, BLOCK_D: tl.constexpr,

@@ -238,14 +238,16 @@ def test_lack_of_memory_on_a_broken_card_fails_no_request(
 
 
 class Refusing(RecordingStream):
-    """Its first captures fail with this error."""
+    """Some captures fail with this error: the first ones, or the first after `num_taken`."""
 
-    def __init__(self, error: Exception, num_refused: int) -> None:
+    def __init__(self, error: Exception, num_refused: int, num_taken: int = 0) -> None:
         super().__init__()
-        self.error, self.num_refused = error, num_refused
+        self.error, self.num_refused, self.num_taken = error, num_refused, num_taken
 
     def capture(self, work: Any) -> Any:
-        if self.num_refused:
+        if self.num_taken:
+            self.num_taken -= 1
+        elif self.num_refused:
             self.num_refused -= 1
             raise self.error
         return super().capture(work)
@@ -286,8 +288,8 @@ def test_steps_that_cannot_be_captured_are_served(
         assert (
             not missing
             or warnings[-1]
-            == f"{missing} CUDA graphs are missing; such steps are launched kernel by kernel, "
-            "which is slower"
+            == f"{missing} CUDA graphs are missing; steps that fit no other are launched kernel by "
+            "kernel, which is slower"
         )
         assert len(warnings) == (2 if missing else 0) and (not missing or str(error) in caplog.text)
     assert outputs[0] == outputs[1] == outputs[2]
@@ -313,8 +315,13 @@ def test_a_device_that_breaks_in_a_capture_ends_loading(
 def test_memory_that_is_short_in_a_capture_leaves_the_graphs_there_are(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stream = Refusing(torch.OutOfMemoryError("CUDA out of memory"), 1)
+    """Those of the largest steps, which serve smaller ones."""
+    stream = Refusing(torch.OutOfMemoryError("CUDA out of memory"), 1, 2)
     runner = make_launched(tmp_path, stream)
     with caplog.at_level(logging.WARNING, "onehead.engine"):
-        assert runner.capture(PAGE) == 0
-    assert "memory is short: 0 CUDA graphs" in caplog.text
+        assert runner.capture(PAGE) == 2
+    assert "memory is short: 2 CUDA graphs" in caplog.text
+    core = make_core_of(runner)
+    core.scheduler.submit(0, [5, 6, 7], 12, Sampling(temperature=0.0))
+    finish(core)
+    assert stream.num_replays == 12

@@ -310,7 +310,9 @@ def test_openais_stream_of_calls(server: ServerProcess, raised: dict[str, Any]) 
     assert streamed.finish_reason == whole["finish_reason"] == "tool_calls"
 
 
-def test_a_template_by_option_is_used_and_a_missing_one_is_named(tmp_path: Path) -> None:
+def test_a_template_by_option_is_used_and_a_missing_one_is_named(
+    untemplated_folder: Path, tmp_path: Path
+) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(TOOL_MODELS["granite"].template.replace("<start_of_turn>", "# "))
     with ServerProcess(
@@ -323,6 +325,6 @@ def test_a_template_by_option_is_used_and_a_missing_one_is_named(tmp_path: Path)
         assert server.post("/apply-template", given)[1]["prompt"].startswith('{"name": "set_level"')
     with pytest.raises(AssertionError, match=r"missing.jinja: expected a text"):
         ServerProcess(EMBEDDED, "--server.chat_template", str(tmp_path / "missing.jinja"))
-    with ServerProcess(EMBEDDED, "--cache.pages", "256") as server:
+    with ServerProcess(untemplated_folder, "--cache.pages", "256") as server:
         status, answer = server.post("/v1/chat/completions", BODY)
         assert status == 400 and "--server.chat_template FILE" in answer["error"]["message"]
