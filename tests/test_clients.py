@@ -47,13 +47,13 @@ def test_openai_models(client: openai.OpenAI) -> None:
 
 def test_openai_completions(client: openai.OpenAI) -> None:
     whole = client.completions.create(
-        model="embedded", prompt="def add(a, b):", max_tokens=12, temperature=0, logprobs=2
+        model="embedded", prompt="def count_vowels(text):", max_tokens=12, temperature=0, logprobs=2
     )
     (choice,) = whole.choices
     assert (
         choice.finish_reason == "length" and choice.logprobs is not None and whole.usage is not None
     )
-    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (7, 12)
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (10, 12)
     assert "".join(choice.logprobs.tokens or ()) == choice.text
     assert choice.logprobs.text_offset == [
         len("".join((choice.logprobs.tokens or [])[:i])) for i in range(12)
@@ -66,7 +66,7 @@ def test_openai_completions(client: openai.OpenAI) -> None:
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
     stream = client.completions.create(
         model="embedded",
-        prompt="def add(a, b):",
+        prompt="def count_vowels(text):",
         max_tokens=12,
         temperature=0,
         stream=True,

@@ -19,7 +19,7 @@ from scripts.embedded_world.lesson import Generator, Lesson
 
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 MIX: dict[Generator, int] = {
-    facts.ask: 20,
+    facts.ask: 24,
     facts.tell: 3,
     numbers.ask: 24,
     numbers.table: 10,
@@ -30,13 +30,13 @@ MIX: dict[Generator, int] = {
     tools.ask: 8,
     tools.answer: 2,
     tools.no_call: 9,
-    decisions.choose: 16,
+    decisions.choose: 36,
     decisions.judge: 9,
     decisions.label: 3,
     decisions.find_letters: 2,
     chat.ask: 4,
     chat.beyond: 10,
-    chat.follow: 18,
+    chat.follow: 28,
 }
 """Shares of the generators in the lessons."""
 ASSISTANT = "<|assistant|>"

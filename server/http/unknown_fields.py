@@ -171,6 +171,7 @@ class Known:
     def __init__(self, schema: type[BaseModel], strict: bool) -> None:
         self.schema = schema
         self.strict = strict
+        self.reasons = UNSERVED if "stream" in schema.model_fields else OF_PROMPTS
         self.ignored: dict[str, None] = {}
         """Places of the fields that were left out, without the numbers of items, in the order in
         which they were met."""
@@ -195,12 +196,12 @@ class Known:
 
     def _inside(self, value: Any, inner: Inner, path: str, place: str) -> Any:
         if not isinstance(inner, type):  # The client chooses the keys.
-            one = inner[_ANY_KEY]
-            given = value.items() if isinstance(value, dict) else ()
+            if not isinstance(value, dict):
+                return value
             return {
-                key: self._inside(item, one, f"{path}{printable(key)}.", place)
-                for key, item in given
-            } or value
+                key: self._inside(item, inner[_ANY_KEY], f"{path}{printable(key)}.", place)
+                for key, item in value.items()
+            }
         if isinstance(value, dict):
             return self.members(value, inner, path, place)
         if isinstance(value, list):
@@ -238,9 +239,7 @@ class Known:
             self.ignored[place + quoted(name)] = None
 
     def _reasons(self, path: str) -> Mapping[str, str]:
-        if path not in _TOP:
-            return IN_MESSAGES
-        return UNSERVED if "stream" in self.schema.model_fields else OF_PROMPTS
+        return self.reasons if path in _TOP else IN_MESSAGES
 
     def _meant(self, schema: type[BaseModel], name: str, value: Any, path: str) -> str | None:
         """The field that an unknown one was probably meant to be."""

@@ -450,7 +450,8 @@ def test_a_server_that_speculates_answers_as_one_that_does_not(
             {"max_new_tokens": 60},
             {"max_new_tokens": 40, "do_sample": True, "seed": 3, "temperature": 0.6},
         ):
-            body = {"inputs": prompt, "parameters": {**parameters, "details": True}}
+            parameters |= {"ignore_eos": True, "details": True}
+            body = {"inputs": prompt, "parameters": parameters}
             assert server.post("/generate", body) == embedded_server.post("/generate", body)
         assert server.metric("onehead_spec_decode_num_accepted_tokens_total") > 10
         assert server.metric("onehead_spec_decode_num_draft_tokens_total") < 150

@@ -192,7 +192,7 @@ def test_several_choices_are_one_request(
         ("/v1/completions", {"prompt": "def", "max_tokens": -2}, "text_completion pretrained", 400),
         (
             "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "hello"}]},
+            {"messages": [{"role": "nobody", "content": "hello"}]},
             "chat pretrained",
             400,
         ),
