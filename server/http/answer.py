@@ -1,5 +1,5 @@
-"""Answers: sends the reply of a started request as one JSON body, as server-sent events, or as a
-resumable stream, for every dialect.
+"""Answers: sends the reply of a started request as one JSON body, as server-sent events or lines of
+JSON, or as a resumable stream, for every dialect.
 
 Invariant: the sequences of a request are closed when its answer ends, however it ends. It knows no
 dialect's fields.
@@ -35,8 +35,10 @@ class Reply(Protocol):
     """
 
     streams: OpenStreams
+    form: sse.Form = sse.EVENTS
     prefix: bytes = sse.PREFIX
-    """What the events of a stream begin with, before the fields of a chunk (sse.prefix_of)."""
+    """What the events of a stream begin with, before the fields of a chunk: that of the form, or
+    of sse.prefix_of."""
 
     def first_chunks(self) -> list[dict[str, Any]]:
         """The chunks that a stream sends before its first piece."""
@@ -144,7 +146,8 @@ class Answers:
         """The response of a started request. Raises RequestError for a failure before the first
         piece.
         """
-        close, error_event = reply.streams.close, partial(_error_event, exchange_of(http).dialect)
+        close = reply.streams.close
+        error_event = partial(_error_event, exchange_of(http).dialect, reply.form)
         try:
             if delivery.resumable:
                 source = ReplyEvents(reply, None, error_event, delivery.last)
@@ -158,9 +161,8 @@ class Answers:
                 http, reply.streams.first_piece(self.publisher.keep_alive)
             )
             source = ReplyEvents(reply, first, error_event, delivery.last)
-            return sse.EventResponse(
-                source, close, reply.headers(streamed=True), self.publisher.keep_alive
-            )
+            headers = reply.headers(streamed=True)
+            return sse.EventResponse(source, close, headers, self.publisher.keep_alive, reply.form)
         except BaseException:
             close()
             raise
@@ -173,8 +175,8 @@ async def full_response(reply: Reply) -> Any:
     return reply.full_response()
 
 
-def _error_event(dialect: Dialect, error: RequestError) -> bytes:
-    return sse.event(error_body(error, dialect))
+def _error_event(dialect: Dialect, form: sse.Form, error: RequestError) -> bytes:
+    return sse.event(error_body(error, dialect), form.prefix, form.end)
 
 
 class ReplyEvents:
@@ -234,4 +236,4 @@ class ReplyEvents:
 
     def _add(self, events: list[bytes], chunks: Iterable[dict[str, Any]]) -> None:
         for chunk in chunks:
-            events.append(sse.event(chunk, self._reply.prefix))
+            events.append(sse.event(chunk, self._reply.prefix, self._reply.form.end))

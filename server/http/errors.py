@@ -9,18 +9,18 @@ from server.errors import BadSize, RequestError
 from server.http.exchange import Dialect, exchange_of
 
 _OPENAI_NAMES = {"inputs": "prompt", "max_new_tokens": "max_tokens"}
-"""Messages of BadSize name fields as TGI does: TGI's name -> OpenAI's."""
+"""Messages of BadSize name fields as TGI does: TGI's name -> that of other dialects."""
 
 
 def error_status(error: RequestError, dialect: Dialect) -> int:
     """The HTTP status of an error, which may depend on the dialect."""
-    return (dialect is Dialect.OPENAI and error.openai_status) or error.status
+    return (dialect is not Dialect.TGI and error.openai_status) or error.status
 
 
 def error_body(error: RequestError, dialect: Dialect) -> dict[str, Any]:
-    """OpenAI's `{"error": {"message", "type", "param", "code"}}`, or TGI's `{"error",
-    "error_type"}`: TGI's clients choose their exception by `error_type`, and by the status only
-    where it is absent.
+    """OpenAI's `{"error": {"message", "type", "param", "code"}}`, the message alone, or TGI's
+    `{"error", "error_type"}`: TGI's clients choose their exception by `error_type`, and by the
+    status only where it is absent.
     """
     if dialect is Dialect.TGI:
         return {"error": error.message} | (
@@ -31,6 +31,8 @@ def error_body(error: RequestError, dialect: Dialect) -> dict[str, Any]:
         for ours, theirs in _OPENAI_NAMES.items():
             message = message.replace(f"`{ours}`", f"`{theirs}`")
         param = _OPENAI_NAMES.get(param or "", param)
+    if dialect is Dialect.PLAIN:
+        return {"error": message}
     return {
         "error": {
             "message": message,

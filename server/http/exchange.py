@@ -34,6 +34,8 @@ class Dialect(Enum):
 
     TGI = "tgi"
     OPENAI = "openai"
+    PLAIN = "plain"
+    """Errors are `{"error": message}`, with OpenAI's statuses."""
 
 
 class Chunks(Protocol):

@@ -14,6 +14,7 @@ from server.http.routes import Route
 
 EXTENSIONS = (
     "server.http.mistral",
+    "server.http.ollama",
     "server.http.llama_cpp",
     "server.http.decisions",
     "server.http.render",

@@ -1,12 +1,12 @@
-"""Server-sent events (WHATWG HTML, section 9.2): their encoding, and the response that streams
-them. Knows no dialect.
+"""Server-sent events (WHATWG HTML, section 9.2) and lines of JSON: their encoding, and the response
+that streams them. Knows no dialect.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from starlette.responses import StreamingResponse
@@ -28,11 +28,26 @@ DONE = b"data: [DONE]\n\n"
 PREFIX = b"data: {"
 
 
-def event(data: dict[str, Any], prefix: bytes = PREFIX) -> bytes:
-    """An event with a JSON object, which has no line breaks and so fits in one data line. `prefix`:
-    of `prefix_of`.
+class Form(NamedTuple):
+    """How the JSON objects of a stream are written: what stands before their fields and after them,
+    and what is sent in a silence.
     """
-    return prefix + _encode(data)[1:] + b"\n\n"
+
+    media_type: str
+    prefix: bytes
+    end: bytes
+    comment: bytes
+
+
+EVENTS = Form("text/event-stream", PREFIX, b"\n\n", KEEP_ALIVE)
+LINES = Form("application/x-ndjson", b"{", b"\n", b"")
+
+
+def event(data: dict[str, Any], prefix: bytes = PREFIX, end: bytes = EVENTS.end) -> bytes:
+    """An event with a JSON object, which has no line breaks and so fits in one data line. `prefix`:
+    of a Form, or of `prefix_of`.
+    """
+    return prefix + _encode(data)[1:] + end
 
 
 def prefix_of(head: dict[str, Any]) -> bytes:
@@ -83,17 +98,17 @@ class EventResponse(StreamingResponse):
         close: Callable[[], None],
         headers: Mapping[str, str],
         keep_alive: float,
-        comment: bytes = KEEP_ALIVE,
+        form: Form = EVENTS,
     ) -> None:
         # `stream_response` is overridden, so Starlette's own iterator is not used.
-        super().__init__(iter(()), media_type="text/event-stream", headers={**HEADERS, **headers})
+        super().__init__(iter(()), media_type=form.media_type, headers={**HEADERS, **headers})
         self._source = source
         self._idle: asyncio.Future[None] | None = None
         """What the task waits for when there is nothing to take. While it waits, `_push` may take
         events."""
         self._close = close
         self._keep_alive = keep_alive
-        self._comment_bytes = comment
+        self._comment_bytes = form.comment
         self._disconnected = False
         self._last_sent: float | None = None
         """Monotonic time of the last write; None before the first and after the last one."""
@@ -165,7 +180,7 @@ class EventResponse(StreamingResponse):
         """Sends a comment after each `keep_alive` seconds without a write, so that proxies do not
         close the connection.
         """
-        while True:
+        while self._comment_bytes:
             silence = 0.0 if self._last_sent is None else time.monotonic() - self._last_sent
             if silence < self._keep_alive:
                 await asyncio.sleep(self._keep_alive - silence)

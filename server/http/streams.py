@@ -128,7 +128,7 @@ class StreamPublisher:
             self.keep_alive,
             # Without an empty line, which some clients would take for an empty event with the last
             # id.
-            comment=b": keep-alive\n",
+            sse.EVENTS._replace(comment=b": keep-alive\n"),
         )
 
 

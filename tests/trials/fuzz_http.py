@@ -39,6 +39,7 @@ from hypothesis.strategies import SearchStrategy
 from server.http.decisions.fields import DecisionBody, DecisionQuestion, SystemBody, SystemQuestion
 from server.http.llama_cpp.fields import InfillBody, LlamaCppCompletionBody
 from server.http.mistral.fim import FimBody
+from server.http.ollama import fields as ollama
 from server.http.openai.chat_fields import ChatBody, TemplateBody
 from server.http.openai.fields import CompletionBody
 from server.http.tgi.fields import GenerateBody, Parameters
@@ -83,6 +84,8 @@ FIELDS |= {
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
+FIELDS |= {"/api/generate": ollama.GenerateBody, "/api/chat": ollama.ChatBody}
+FIELDS |= {"/api/show": ollama.ShowBody, "/api/pull": ollama.PullBody}
 REQUIRED: dict[str, dict[str, Any]] = {
     path: {"inputs": "def f", "parameters": {"max_new_tokens": 4}} for path in list(FIELDS)[:3]
 }
@@ -103,6 +106,9 @@ REQUIRED |= {
     "/completion": {"prompt": "def f"},
     "/apply-template": {"messages": [{"role": "user", "content": "hi"}]},
 }
+REQUIRED |= {"/api/generate": {"prompt": "def f", "options": {"num_predict": 4}}}
+REQUIRED |= {"/api/chat": REQUIRED["/v1/chat/completions"] | {"options": {"num_predict": 4}}}
+REQUIRED |= {"/api/show": {}, "/api/pull": {}}
 REQUIRED |= {
     "/v1/fim/completions": {"prompt": "def f", "suffix": "x"},
     "/fim/completions": {"prompt": "def f"},
@@ -112,6 +118,7 @@ MOST = {
     "max_completion_tokens": 8,
     "max_new_tokens": 8,
     "n_predict": 8,
+    "num_predict": 8,
     "n": 3,
     "n_cmpl": 3,
     "best_of": 3,
@@ -204,7 +211,7 @@ def bounded(body: Any) -> Any:
         key: MOST[key] if key in MOST and type(value) is int and value > MOST[key] else value
         for key, value in body.items()
     }
-    return small | {key: bounded(small[key]) for key in ("parameters",) if key in small}
+    return small | {key: bounded(small[key]) for key in ("parameters", "options") if key in small}
 
 
 def values_of(value: Any) -> list[Any]:

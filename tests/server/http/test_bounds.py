@@ -16,6 +16,7 @@ from server.http import body, fields
 from server.http.decisions.fields import DecisionBody, SystemBody
 from server.http.llama_cpp.fields import InfillBody, LlamaCppCompletionBody
 from server.http.mistral.fim import FimBody
+from server.http.ollama import fields as ollama
 from server.http.openai.chat_fields import ChatBody, TemplateBody
 from server.http.openai.fields import CompletionBody
 from server.http.tgi.fields import GenerateBody
@@ -30,6 +31,7 @@ BODIES: tuple[type[BaseModel], ...] = (
     TemplateBody,
 )
 BODIES += (GenerateBody, TokenizeBody, DetokenizeBody, DecisionBody, SystemBody)
+BODIES += (ollama.GenerateBody, ollama.ChatBody, ollama.ShowBody, ollama.PullBody)
 LONGEST = 2 * 2**20
 
 

@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from server.http.decisions.fields import DecisionBody, DecisionQuestion, SystemBody, SystemQuestion
 from server.http.llama_cpp.fields import InfillBody, LlamaCppCompletionBody
 from server.http.mistral.fim import FimBody
+from server.http.ollama import fields as ollama
 from server.http.openai.chat_fields import ChatBody, TemplateBody
 from server.http.openai.fields import CompletionBody
 from server.http.tgi.fields import GenerateBody, Parameters
@@ -101,6 +102,15 @@ OF_LLAMA_CPP: dict[str, tuple[dict[str, Any], Any]] = {
     "samplers": ({"top_k": 5, "temperature": 1, "seed": 1}, ["temperature"]),
     "response_fields": ({}, ["content", "timings/predicted_n"]),
 }
+OLLAMA = {"num_predict": 8, "temperature": 0, "seed": 1}
+OF_OLLAMA: dict[str, tuple[dict[str, Any], Any]] = {
+    "stream": ({}, False),
+    "format": ({}, "json"),
+    "options": ({}, OLLAMA | {"num_predict": 3}),
+    "think": ({}, False),
+    "logprobs": ({}, True),
+    "top_logprobs": ({"logprobs": True}, 2),
+}
 CASES: dict[type[BaseModel], tuple[str, dict[str, Any], dict[str, tuple[dict[str, Any], Any]]]] = {
     CompletionBody: (
         "/v1/completions",
@@ -172,6 +182,34 @@ CASES: dict[type[BaseModel], tuple[str, dict[str, Any], dict[str, tuple[dict[str
             "reasoning_effort": ({}, "none"),
             "tools": ({}, [TOOL]),
             "tool_choice": ({"tools": [TOOL]}, "none"),
+        },
+    ),
+    ollama.GenerateBody: (
+        "/api/generate",
+        {"prompt": "def f", "options": OLLAMA},
+        OF_OLLAMA
+        | {
+            "prompt": ({}, "def g"),
+            "suffix": ({}, "x"),
+            "system": ({}, "be brief"),
+            "raw": ({}, True),
+            "context": ({}, [5, 6]),
+        },
+    ),
+    ollama.ChatBody: (
+        "/api/chat",
+        {"messages": MESSAGES, "options": OLLAMA},
+        OF_OLLAMA | {"messages": ({}, [{"role": "user", "content": "ho"}]), "tools": ({}, [TOOL])},
+    ),
+    ollama.Options: (
+        "/api/chat",
+        OLLAMA,
+        {name: case for name, case in COMMON.items() if name in ollama.Options.model_fields}
+        | {
+            "temperature": ({}, 0.5),
+            "num_predict": ({}, 3),
+            "stop": ({}, ["X"]),
+            "ignore_eos": ({}, True),
         },
     ),
     DecisionBody: (
@@ -305,6 +343,9 @@ HARMLESS: dict[type[BaseModel], dict[str, Any]] = {
     Parameters: {"watermark": False},
     TokenizeBody: {"model": "tiny"},
     DetokenizeBody: {"model": "tiny"},
+    ollama.GenerateBody: {"model": "", "keep_alive": "5m", "images": [], "template": ""},
+    ollama.ChatBody: {"model": "", "keep_alive": 0},
+    ollama.Options: {"mirostat": 0, "tfs_z": 1},
 }
 # In tests/server/http/openai/test_routes.py: what needs a clock, and what goes with one other field
 # alone.
@@ -448,11 +489,13 @@ async def observe(folder: Path, path: str, body: dict[str, Any]) -> tuple[int, A
     if re.search('"id":"(cmpl|chatcmpl)-mine"', response.text):
         return response.status_code, ("the id that was asked for", [])
     text = re.sub(
-        r'"(id|seed|prompt_(?:per_)?(?:token_)?(?:ms|second)|created|predicted_\w+)":("[^"]*"|[0-9.e+-]+)',
+        r'"(id|seed|created_at|\w*duration|prompt_(?:per_)?(?:token_)?(?:ms|second)|created|predicted_\w+)":("[^"]*"|[0-9.e+-]+)',
         "",
         response.text,
     )
-    seeded = body.get("seed", body.get("parameters", {}).get("seed")) is not None
+    seeded = (
+        body.get("seed", body.get("parameters", body.get("options", {})).get("seed")) is not None
+    )
     submits = []
     for submit in engine.submits:
         sampling = submit.sampling if seeded else replace(submit.sampling, seed=0)
@@ -481,6 +524,7 @@ def in_place(schema: type[BaseModel], body: dict[str, Any]) -> dict[str, Any]:
         Parameters: {"inputs": "def f", "parameters": body},
         DecisionQuestion: {"input": "x", "questions": [body]},
         SystemQuestion: {"state": "x", "questions": {"q": body}},
+        ollama.Options: {"messages": MESSAGES, "options": body},
     }
     return whole.get(schema, body)
 
@@ -572,6 +616,7 @@ async def test_logprobs_may_be_true(tokenizer_folder: Path) -> None:
 
 
 SEEDED = [CompletionBody, ChatBody, FimBody, InfillBody, LlamaCppCompletionBody, Parameters]
+SEEDED += [ollama.Options]
 
 
 @pytest.mark.parametrize("schema", SEEDED, ids=lambda schema: schema.__name__)

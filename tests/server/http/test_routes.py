@@ -36,6 +36,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/completion": {"prompt": "def", "n_predict": 2},
     "/v1/fim/completions": {"prompt": "def", "suffix": "x", "max_tokens": 2},
     "/fim/completions": {"prompt": "def", "max_tokens": 2},
+    "/api/generate": {"prompt": "def", "options": {"num_predict": 2}},
+    "/api/chat": {"messages": [{"role": "user", "content": "def"}], "options": {"num_predict": 2}},
     "/v1/decisions": {"input": "", "questions": [{"type": "predicate", "instructions": ""}]},
     "/v1/systemone": {"state": "", "questions": {"q": {"type": "noul"}}},
 }

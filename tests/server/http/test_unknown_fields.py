@@ -19,6 +19,7 @@ from server.http.body import check
 from server.http.decisions.fields import DecisionBody, SystemBody
 from server.http.llama_cpp.fields import InfillBody, LlamaCppCompletionBody
 from server.http.mistral.fim import FimBody
+from server.http.ollama import fields as ollama
 from server.http.openai.chat_fields import ChatBody, TemplateBody
 from server.http.openai.fields import CompletionBody
 from server.http.tgi.fields import GenerateBody
@@ -48,6 +49,8 @@ BODIES: dict[type[BaseModel], dict[str, Any]] = {
     SystemBody: {"state": "x", "questions": {"q": {"type": "noul"}}},
     GenerateBody: GENERATE,
     TokenizeBody: {"prompt": "a"},
+    ollama.GenerateBody: {"prompt": "a"},
+    ollama.ChatBody: {"messages": [USER]},
     DetokenizeBody: {"tokens": [1]},
 }
 

@@ -1,0 +1,203 @@
+"""Handlers of Ollama's routes, and what they tell of the served model."""
+
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from server.errors import InvalidRequest, NotFound
+from server.http import sse
+from server.http.answer import Delivery
+from server.http.body import check, parse, read_bytes
+from server.http.exchange import Dialect, exchange_of
+from server.http.handlers import Context, Handlers, ReadBody
+from server.http.ollama.fields import ChatBody, GenerateBody, PullBody, ShowBody
+from server.http.ollama.replies import (
+    OllamaReply,
+    can_think,
+    check_thinking,
+    empty_answer,
+    now,
+)
+from server.http.routes import Route
+
+VERSION = "0.12.0"
+"""The version of Ollama whose API this is, which some clients compare."""
+NEVER = "2100-01-01T00:00:00Z"
+"""When the model will be unloaded."""
+TAG = ":latest"
+CHANGES = ("create", "copy", "delete", "push", "blobs/{digest}")
+"""Routes that change models."""
+
+
+class OllamaRoutes(Handlers):
+    """Handlers of Ollama's routes."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.begun = now()
+
+    def routes(self) -> list[Route]:
+        shown = partial(Route, methods=("GET",), dialect=Dialect.PLAIN, head=True, documented=False)
+        posted = partial(Route, methods=("POST",), dialect=Dialect.PLAIN, documented=False)
+        changed = partial(posted, methods=("POST", "DELETE", "HEAD"), handler=self.refuse_change)
+        return [
+            shown("/api/version", handler=self.version),
+            shown("/api/tags", handler=self.tags),
+            shown("/api/ps", handler=self.loaded),
+            posted("/api/show", handler=self.show),
+            posted("/api/pull", handler=self.pull),
+            posted("/api/generate", handler=self.generate, generates=True),
+            posted("/api/chat", handler=self.chat, generates=True),
+            posted("/api/embed", handler=self.refuse_embedding),
+            posted("/api/embeddings", handler=self.refuse_embedding),
+            *(changed(f"/api/{path}") for path in CHANGES),
+        ]
+
+    async def generate(self, http: HttpRequest) -> Response:
+        """Answer a prompt, or fill a gap."""
+        return await self._generated(http, GenerateBody)
+
+    async def chat(self, http: HttpRequest) -> Response:
+        """Write the next message of a conversation."""
+        return await self._generated(http, ChatBody)
+
+    async def _generated(
+        self, http: HttpRequest, schema: type[GenerateBody] | type[ChatBody]
+    ) -> Response:
+        body, exchange = await self.read(http, schema), exchange_of(http)
+        name, stream = self._name(body.model), body.stream is not False
+        if body.is_empty:
+            return _answered([empty_answer(body, name)], stream)
+        check_thinking(self.generation, body, name)
+        if isinstance(body, GenerateBody) and body.suffix and not self._can_fill:
+            raise InvalidRequest(f'"{name}" does not support insert', param="suffix")
+        reply = await OllamaReply.open(self.generation, body, name, exchange.reserved)
+        exchange.ignored = [*exchange.ignored, *reply.streams.choices[0].request.ignored]
+        return await self.answers.answer(http, reply, Delivery(stream, resumable=False))
+
+    async def read(self, http: HttpRequest, schema: type[ReadBody]) -> ReadBody:
+        """The body of a request, which Ollama's users send with any content type. A browser's page
+        of another origin is told by its `Origin` header, and needs that of JSON, for which it has
+        to ask first. Raises RequestError.
+        """
+        if "origin" in http.headers:
+            return await super().read(http, schema)
+        value = parse(await read_bytes(http, self.section.max_body_bytes))
+        body, exchange_of(http).ignored = check(value, schema, self.section.strict_fields)
+        return body
+
+    def _name(self, given: str | None) -> str:
+        """The model's name in the answer: as the request has it. Raises NotFound."""
+        try:
+            resolved = self.names.resolve((given or "").removesuffix(TAG))
+        except NotFound:
+            raise NotFound(f"model {given!r} not found", code="model_not_found") from None
+        return given or resolved
+
+    @property
+    def _can_fill(self) -> bool:
+        return self.generation.texts.texts.fim.marks is not None
+
+    async def version(self) -> Response:
+        """Tell the version of the API."""
+        return JSONResponse({"version": VERSION})
+
+    async def tags(self) -> Response:
+        """List the served model."""
+        models = [self._model(name) | {"modified_at": self.begun} for name in self.names.listed]
+        return JSONResponse({"models": models})
+
+    async def loaded(self) -> Response:
+        """List the model that is loaded."""
+        size = self.generation.ready.weight_bytes
+        more = {
+            "expires_at": NEVER,
+            "size_vram": size if self.generation.ready.device == "cuda" else 0,
+            "context_length": self.generation.max_total_tokens,
+        }
+        return JSONResponse({"models": [self._model(self.names.shown) | more]})
+
+    def _model(self, name: str) -> dict[str, Any]:
+        ready, tagged = self.generation.ready, name if ":" in name else name + TAG
+        return {
+            "name": tagged,
+            "model": tagged,
+            "size": ready.weight_bytes,
+            "digest": ready.digest,
+            "details": self._details(),
+        }
+
+    def _details(self) -> dict[str, Any]:
+        ready = self.generation.ready
+        size, unit = (10**9, "B") if ready.num_parameters >= 10**9 else (10**6, "M")
+        return {
+            "parent_model": "",
+            "format": "gguf" if ready.block_forms else "safetensors",
+            "family": ready.model_type,
+            "families": [ready.model_type],
+            "parameter_size": f"{ready.num_parameters / size:.3g}{unit}",
+            "quantization_level": ready.dtype
+            if ready.quantization == "none"
+            else ready.quantization,
+        }
+
+    async def show(self, http: HttpRequest) -> Response:
+        """Tell what the served model can do."""
+        body = await self.read(http, ShowBody)
+        self._name(body.model)
+        ready, files = self.generation.ready, self.generation.codec.files
+        chats, family = files.chat_template is not None, ready.model_type
+        abilities = {
+            "completion": True,
+            "tools": chats and self.generation.texts.texts.calls.form is not None,
+            "insert": self._can_fill,
+            "thinking": chats and can_think(self.generation),
+        }
+        facts = {
+            "general.architecture": family,
+            "general.parameter_count": ready.num_parameters,
+            f"{family}.context_length": self.generation.max_total_tokens,
+            f"{family}.attention.head_count_kv": 1,
+            f"{family}.vocab_size": ready.vocab_size,
+        }
+        value = {
+            "modelfile": f"FROM {self.names.shown}\n",
+            "parameters": "\n".join(
+                f"{name} {value}" for name, value in files.sampling_defaults.items()
+            ),
+            "template": files.chat_template or "",
+            "details": self._details(),
+            "model_info": facts,
+            "capabilities": [name for name, has in abilities.items() if has],
+            "modified_at": self.begun,
+        }
+        return JSONResponse(value)
+
+    async def pull(self, http: HttpRequest) -> Response:
+        """Pull the model that is served, which is there already."""
+        body = await self.read(http, PullBody)
+        self._name(body.model)
+        steps = ["pulling manifest", "success"] if body.stream is not False else ["success"]
+        return _answered([{"status": step} for step in steps], body.stream is not False)
+
+    async def refuse_embedding(self) -> Response:
+        """Refuse embeddings."""
+        raise InvalidRequest("this model does not support embeddings")
+
+    async def refuse_change(self) -> Response:
+        """Refuse to change models."""
+        error = InvalidRequest(
+            "this server serves the model that it was started with, and no other"
+        )
+        error.status = error.openai_status = 501
+        raise error
+
+
+def _answered(objects: list[dict[str, Any]], stream: bool) -> Response:
+    """Objects that need no generation."""
+    if not stream:
+        return JSONResponse(objects[-1])
+    lines = [sse.event(each, sse.LINES.prefix, sse.LINES.end) for each in objects]
+    return Response(b"".join(lines), media_type=sse.LINES.media_type)

@@ -1,0 +1,212 @@
+"""Ollama's API: by its own client against the embedded model, and what no client of its shows."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import ollama
+import pytest
+
+from server.config import EMBEDDED_MODEL
+from tests.conftest import CHAT_TEMPLATE
+from tests.support.checkpoints import make_tokenizer
+from tests.support.fake_engine import READY, FakeEngine, Served, serve
+from tests.support.processes import ServerProcess
+
+GREEDY = {"temperature": 0, "num_predict": 60}
+MARKS = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
+WEATHER: list[Any] = [{"role": "user", "content": "What is the weather in Oslo?"}]
+
+
+def get_weather(city: str) -> str:
+    """Current weather of a city
+
+    Args:
+        city: The city
+    """
+    return city
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[ollama.Client]:
+    """Of a server of the embedded model, with its own chat template."""
+    server = ServerProcess(EMBEDDED_MODEL, "--server.model_name", "embedded")
+    with ollama.Client(f"http://127.0.0.1:{server.port}") as client:
+        yield client
+    assert server.stop() == 0
+
+
+# --- its client
+
+
+def test_the_model_is_listed_and_shown(client: ollama.Client) -> None:
+    (model,) = client.list().models
+    assert model.model == "embedded:latest" and len(model.digest or "") == 64
+    assert model.details is not None and model.details.parameter_size == "7.63M"
+    (loaded,) = client.ps().models
+    assert loaded.digest == model.digest and loaded.context_length == 4096
+    shown = client.show("embedded")
+    assert shown.capabilities == ["completion", "tools", "insert"] and shown.template
+    facts = shown.modelinfo or {}
+    assert facts["general.architecture"] == "gpt_bigcode"
+    assert facts["gpt_bigcode.context_length"] == 4096
+    assert [step.status for step in client.pull("embedded", stream=True)][-1] == "success"
+
+
+@pytest.mark.parametrize("more", [{}, {"suffix": "\n"}, {"raw": True}], ids=str)
+def test_generate(client: ollama.Client, more: dict[str, Any]) -> None:
+    given: Any = {
+        "model": "embedded:latest",
+        "prompt": "def is_even(number):\n    return ",
+        "options": GREEDY,
+    }
+    whole = client.generate(**given, **more)
+    *parts, last = client.generate(**given, **more, stream=True)
+    assert "".join(part.response for part in parts) == whole.response != ""
+    assert not any(part.done for part in parts) and last.done and last.done_reason == "stop"
+    assert (last.eval_count, last.context) == (whole.eval_count, whole.context)
+    assert whole.prompt_eval_count and (whole.context is None) == ("raw" in more)
+    assert 0 < (whole.eval_duration or 0) < (whole.total_duration or 0)
+
+
+def test_generate_goes_on_from_the_context_of_an_answer(client: ollama.Client) -> None:
+    first = client.generate("embedded", "What is the capital of France?", options=GREEDY)
+    assert "Paris" in str(first.response)
+    context = [*(first.context or ())]
+    second = client.generate("embedded", "Hello", context=context, options=GREEDY)
+    assert [*(second.context or ())][: len(context)] == context
+    assert second.prompt_eval_count == len(context) + 4
+
+
+def test_a_tool_is_called_and_its_result_told(client: ollama.Client) -> None:
+    answer = client.chat("embedded", WEATHER, tools=[get_weather], options=GREEDY)
+    (call,) = answer.message.tool_calls or ()
+    assert (call.function.name, call.function.arguments) == ("get_weather", {"city": "Oslo"})
+    parts = [*client.chat("embedded", WEATHER, tools=[get_weather], stream=True, options=GREEDY)]
+    assert [part.message.tool_calls for part in parts if part.message.tool_calls] == [[call]]
+    told = {"role": "tool", "tool_name": "get_weather", "content": "7 degrees and rain"}
+    messages = [*WEATHER, answer.message, told]
+    answer = client.chat("embedded", messages, tools=[get_weather], options=GREEDY)
+    assert "7" in str(answer.message.content) and answer.done_reason == "stop"
+
+
+@pytest.mark.parametrize("form", ["json", {"type": "array", "items": {"enum": [1, 2]}}], ids=str)
+def test_a_format_is_followed(client: ollama.Client, form: Any) -> None:
+    messages = [{"role": "user", "content": "Write as JSON with the key name: Anna is here."}]
+    text = client.chat("embedded", messages, format=form, options=GREEDY).message.content
+    assert isinstance(json.loads(text or ""), dict if form == "json" else list)
+
+
+def test_log_probabilities(client: ollama.Client) -> None:
+    answer = client.chat(
+        "embedded", WEATHER[:1], logprobs=True, top_logprobs=2, options=GREEDY | {"num_predict": 3}
+    )
+    assert answer.done_reason == "length" and len(answer.logprobs or ()) == 3
+    for token in answer.logprobs or ():
+        assert [top.token for top in token.top_logprobs or ()][:1] == [token.token]
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "text"),
+    [
+        (lambda client: client.chat("other", WEATHER), 404, "model 'other' not found"),
+        (lambda client: client.embed("embedded", "a"), 400, "does not support embeddings"),
+        (lambda client: client.chat("embedded", WEATHER, think=True), 400, "thinking"),
+        (lambda client: client.generate("embedded", "a " * 5000), 400, "`prompt` must have less"),
+        (lambda client: client.generate("embedded", "a", images=["aaaa"]), 400, "`images`"),
+        (lambda client: client.delete("embedded"), 501, "no other"),
+        (
+            lambda client: client.chat("embedded", WEATHER, tools=[get_weather], format="json"),
+            400,
+            "`format` cannot be combined with `tools`",
+        ),
+    ],
+)
+def test_what_is_not_served_is_said(
+    client: ollama.Client, asked: Any, status: int, text: str
+) -> None:
+    with pytest.raises(ollama.ResponseError, match=text) as caught:
+        asked(client)
+    assert caught.value.status_code == status
+
+
+# --- the wire
+
+
+async def start(folder: Path, engine: FakeEngine, template: str | None = CHAT_TEMPLATE) -> Served:
+    make_tokenizer(MARKS).save(str(folder / "tokenizer.json"))
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    served = serve(folder, engine)
+    while not served.client.admission.accepting:
+        await asyncio.sleep(0)
+    return served
+
+
+def engine(**options: Any) -> FakeEngine:
+    return FakeEngine(msgspec.structs.replace(READY, vocab_size=261, capacity=128), **options)
+
+
+async def post(served: Served, path: str, body: Any, **headers: str) -> httpx.Response:
+    transport = httpx.ASGITransport(served.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        return await client.post(path, content=json.dumps(body), headers=headers)
+
+
+async def test_a_stream_is_lines_of_json_and_needs_no_content_type(tmp_path: Path) -> None:
+    served = await start(tmp_path, engine())
+    body = {"prompt": "a", "options": {"num_predict": 3, "num_ctx": 4096}}
+    answer = await post(served, "/api/generate", body)
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    assert answer.headers["x-onehead-ignored"] == "options.num_ctx"
+    lines = [json.loads(line) for line in answer.text.splitlines()]
+    *parts, last = [line["done"] for line in lines]
+    assert last and parts and not any(parts)
+    assert lines[-1]["done_reason"] == "length" and lines[-1]["eval_count"] == 3
+    # A page of another origin can send that without asking first.
+    refused = await post(served, "/api/generate", body, origin="http://elsewhere.example")
+    assert refused.status_code == 415 and isinstance(refused.json()["error"], str)
+
+
+async def test_a_stream_that_fails_ends_with_its_error(tmp_path: Path) -> None:
+    failing = engine(crash_after=[4, 2, 0, 0, 0])
+    served = await start(tmp_path, failing)
+    answer = await post(served, "/api/generate", {"prompt": "a", "options": {"num_predict": 60}})
+    *_, last = answer.text.splitlines()
+    assert "done" not in json.loads(last) and "crashed the engine" in json.loads(last)["error"]
+
+
+@pytest.mark.parametrize(("keep", "reason"), [(None, "load"), (0, "unload"), ("5m", "load")])
+async def test_an_empty_request_loads_the_model(tmp_path: Path, keep: Any, reason: str) -> None:
+    served = await start(tmp_path, engine())
+    for path in ("/api/generate", "/api/chat"):
+        answer = await post(served, path, {"keep_alive": keep, "stream": False})
+        assert (answer.json()["done"], answer.json()["done_reason"]) == (True, reason)
+    assert served.engine.submits == []
+
+
+async def test_defaults_are_those_of_ollama_after_those_of_the_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"top_p": 0.5}')
+    served = await start(tmp_path, engine())
+    await post(served, "/api/generate", {"prompt": "a", "options": {"num_predict": 2}})
+    sampling = served.engine.submits[-1].sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.8, 40, 0.5)
+    await post(served, "/api/generate", {"prompt": "a", "options": {"num_predict": 10**6}})
+    assert len(served.engine.submits[-1].prompt) + served.engine.submits[-1].max_new_tokens == 128
+
+
+async def test_without_a_chat_template_a_prompt_is_continued(tmp_path: Path) -> None:
+    served = await start(tmp_path, engine(), template=None)
+    body: dict[str, Any] = {"prompt": "ab", "options": {"num_predict": 2}}
+    await post(served, "/api/generate", body)
+    raw = served.engine.submits[-1].prompt
+    await post(served, "/api/generate", body | {"raw": True})
+    assert served.engine.submits[-1].prompt == raw
+    refused = await post(served, "/api/generate", body | {"system": "x"})
+    assert refused.status_code == 400 and "`system` needs a model" in refused.json()["error"]
+    refused = await post(served, "/api/chat", {"messages": WEATHER})
+    assert refused.status_code == 400 and "chat template" in refused.json()["error"]
