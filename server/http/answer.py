@@ -176,7 +176,7 @@ async def full_response(reply: Reply) -> Any:
 
 
 def _error_event(dialect: Dialect, form: sse.Form, error: RequestError) -> bytes:
-    return sse.event(error_body(error, dialect), form.prefix, form.end)
+    return sse.written(error_body(error, dialect), form, form.prefix)
 
 
 class ReplyEvents:
@@ -236,4 +236,4 @@ class ReplyEvents:
 
     def _add(self, events: list[bytes], chunks: Iterable[dict[str, Any]]) -> None:
         for chunk in chunks:
-            events.append(sse.event(chunk, self._reply.prefix, self._reply.form.end))
+            events.append(sse.written(chunk, self._reply.form, self._reply.prefix))

@@ -53,9 +53,11 @@ async def read_model(request: Request, schema: type[Model], section: ServerSecti
     return body
 
 
-async def read_value(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The body as a JSON object. Raises MalformedBody, UnsupportedMedia or BodyTooLarge."""
-    body = await _read(request, max_bytes)
+async def read_value(request: Request, max_bytes: int, any_type: bool = False) -> dict[str, Any]:
+    """The body as a JSON object; `any_type`: whatever its content type says. Raises MalformedBody,
+    UnsupportedMedia or BodyTooLarge.
+    """
+    body = await (read_bytes if any_type else _read)(request, max_bytes)
     if len(body) < LARGE_BYTES:
         return parse(body)
     async with _turn:

@@ -11,6 +11,17 @@ from server.http.exchange import Dialect, exchange_of
 _OPENAI_NAMES = {"inputs": "prompt", "max_new_tokens": "max_tokens"}
 """Messages of BadSize name fields as TGI does: TGI's name -> that of other dialects."""
 
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
 
 def error_status(error: RequestError, dialect: Dialect) -> int:
     """The HTTP status of an error, which may depend on the dialect."""
@@ -18,9 +29,8 @@ def error_status(error: RequestError, dialect: Dialect) -> int:
 
 
 def error_body(error: RequestError, dialect: Dialect) -> dict[str, Any]:
-    """OpenAI's `{"error": {"message", "type", "param", "code"}}`, the message alone, or TGI's
-    `{"error", "error_type"}`: TGI's clients choose their exception by `error_type`, and by the
-    status only where it is absent.
+    """The body in a dialect's form. TGI's clients choose their exception by `error_type`, and by
+    the status only where it is absent.
     """
     if dialect is Dialect.TGI:
         return {"error": error.message} | (
@@ -33,6 +43,9 @@ def error_body(error: RequestError, dialect: Dialect) -> dict[str, Any]:
         param = _OPENAI_NAMES.get(param or "", param)
     if dialect is Dialect.PLAIN:
         return {"error": message}
+    if dialect is Dialect.ANTHROPIC:
+        kind = _ANTHROPIC_TYPES.get(error_status(error, dialect), "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": message}}
     return {
         "error": {
             "message": message,

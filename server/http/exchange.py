@@ -36,6 +36,7 @@ class Dialect(Enum):
     OPENAI = "openai"
     PLAIN = "plain"
     """Errors are `{"error": message}`, with OpenAI's statuses."""
+    ANTHROPIC = "anthropic"
 
 
 class Chunks(Protocol):

@@ -15,6 +15,8 @@ from server.http.routes import Route
 EXTENSIONS = (
     "server.http.mistral",
     "server.http.ollama",
+    "server.http.anthropic",
+    "server.http.responses",
     "server.http.llama_cpp",
     "server.http.decisions",
     "server.http.render",

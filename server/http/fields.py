@@ -9,7 +9,14 @@ from collections.abc import Container, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+)
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from server import protocol
@@ -20,11 +27,19 @@ MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_KEYS = 2048
 Value = TypeVar("Value")
-Empty = Field(default=None, max_length=0)
 ANY_JSON = object()
 """Marks fields that take any JSON value. server.http.body bounds them with the whole body: its
 bytes, depth, values and containers."""
 Json = Annotated[Any, ANY_JSON]
+
+
+def _nothing(value: Any, info: ValidationInfo) -> None:
+    if value:
+        raise ValueError(f"`{info.field_name}` is not supported")
+
+
+Unsupported = Annotated[Json, AfterValidator(_nothing)]
+"""A field of another server that is refused, but for values that say nothing."""
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 
 

@@ -163,7 +163,9 @@ class FrontDoor:
         keys = self.keys(route)
         if keys is None:
             return
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        headers = scope["headers"]
+        given = [value for name, value in headers if name == b"authorization"]
+        given = given or [b"bearer " + key for name, key in headers if name == b"x-api-key"]
         scheme, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
         digest = hashlib.sha256(key.strip()).hexdigest()
         # Not a constant-time comparison: timing could leak parts of a digest, from which the key

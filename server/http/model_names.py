@@ -13,6 +13,8 @@ ALWAYS = frozenset({"", "dummy", "tgi"})
 """Placeholders that clients send to a server with a single model: editors the empty one, TGI's
 clients the others."""
 
+TAG = ":latest"
+
 
 @dataclass(frozen=True, slots=True)
 class ModelNames:
@@ -26,12 +28,12 @@ class ModelNames:
     @classmethod
     def of(cls, listed: Sequence[str], named: Sequence[str]) -> "ModelNames":
         """Also accepts `named`, paths of folders and names of repositories, in full and by their
-        last part.
+        last part, and every name with Ollama's tag or without.
         """
-        return cls(
-            tuple(dict.fromkeys(listed)),
-            ALWAYS.union(named, (PurePath(name).name for name in named)),
-        )
+        names = {*listed, *named, *(PurePath(name).name for name in named)}
+        bare = {name.removesuffix(TAG) for name in names}
+        others = ALWAYS.union(named, names, bare, (name + TAG for name in bare))
+        return cls(tuple(dict.fromkeys(listed)), others)
 
     @property
     def shown(self) -> str:

@@ -30,16 +30,18 @@ PREFIX = b"data: {"
 
 class Form(NamedTuple):
     """How the JSON objects of a stream are written: what stands before their fields and after them,
-    and what is sent in a silence.
+    what is sent in a silence, and whether their `type` is also the event's name.
     """
 
     media_type: str
     prefix: bytes
     end: bytes
     comment: bytes
+    named: bool = False
 
 
 EVENTS = Form("text/event-stream", PREFIX, b"\n\n", KEEP_ALIVE)
+NAMED_EVENTS = EVENTS._replace(named=True)
 LINES = Form("application/x-ndjson", b"{", b"\n", b"")
 
 
@@ -55,6 +57,12 @@ def prefix_of(head: dict[str, Any]) -> bytes:
     encoded once for all of them.
     """
     return PREFIX + _encode(head)[1:-1] + b","
+
+
+def written(data: dict[str, Any], form: Form, prefix: bytes) -> bytes:
+    """An object of a stream. `prefix`: that of the form, or of `prefix_of`."""
+    name = f"event: {data.get('type', 'error')}\n".encode() if form.named else b""
+    return name + event(data, prefix, form.end)
 
 
 class Source(Protocol):

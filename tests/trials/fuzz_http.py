@@ -36,12 +36,14 @@ from hypothesis import strategies as st
 from hypothesis.errors import Flaky, Unsatisfiable
 from hypothesis.strategies import SearchStrategy
 
+from server.http.anthropic.fields import CountBody, MessagesBody
 from server.http.decisions.fields import DecisionBody, DecisionQuestion, SystemBody, SystemQuestion
 from server.http.llama_cpp.fields import InfillBody, LlamaCppCompletionBody
 from server.http.mistral.fim import FimBody
 from server.http.ollama import fields as ollama
 from server.http.openai.chat_fields import ChatBody, TemplateBody
 from server.http.openai.fields import CompletionBody
+from server.http.responses.fields import ResponsesBody
 from server.http.tgi.fields import GenerateBody, Parameters
 from server.http.token_fields import DetokenizeBody, TokenizeBody
 from tests.support.bad_inputs import (
@@ -85,6 +87,8 @@ FIELDS |= {
     "/detokenize": DetokenizeBody,
 }
 FIELDS |= {"/api/generate": ollama.GenerateBody, "/api/chat": ollama.ChatBody}
+FIELDS |= {"/v1/messages": MessagesBody, "/v1/messages/count_tokens": CountBody}
+FIELDS["/v1/responses"] = ResponsesBody
 FIELDS |= {"/api/show": ollama.ShowBody, "/api/pull": ollama.PullBody}
 REQUIRED: dict[str, dict[str, Any]] = {
     path: {"inputs": "def f", "parameters": {"max_new_tokens": 4}} for path in list(FIELDS)[:3]
@@ -108,6 +112,9 @@ REQUIRED |= {
 }
 REQUIRED |= {"/api/generate": {"prompt": "def f", "options": {"num_predict": 4}}}
 REQUIRED |= {"/api/chat": REQUIRED["/v1/chat/completions"] | {"options": {"num_predict": 4}}}
+REQUIRED |= {"/v1/messages": REQUIRED["/v1/chat/completions"] | {"max_tokens": 4}}
+REQUIRED |= {"/v1/messages/count_tokens": REQUIRED["/v1/chat/completions"]}
+REQUIRED["/v1/responses"] = {"input": "a", "max_output_tokens": 4}
 REQUIRED |= {"/api/show": {}, "/api/pull": {}}
 REQUIRED |= {
     "/v1/fim/completions": {"prompt": "def f", "suffix": "x"},
@@ -117,6 +124,7 @@ MOST = {
     "max_tokens": 8,
     "max_completion_tokens": 8,
     "max_new_tokens": 8,
+    "max_output_tokens": 8,
     "n_predict": 8,
     "num_predict": 8,
     "n": 3,

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
 from server.errors import InvalidRequest
 from server.generation.generation import Generation
@@ -16,7 +16,12 @@ from server.text.service import Source
 
 DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 """Ollama's, for what neither the request nor the checkpoint's generation_config.json has."""
-Effort = Literal["low", "medium", "high", "max"]
+EFFORTS = ("low", "medium", "high", "max")
+
+
+def _not_empty(value: Any) -> Any:
+    """Stop strings without empty ones, which clients send for none."""
+    return [each for each in value if each != ""] if isinstance(value, list) else value or None
 
 
 class Options(SamplingBody):
@@ -33,9 +38,9 @@ class Options(SamplingBody):
     )
     """As on /v1/completions: over the prompt and the output, whatever `repeat_last_n` is."""
     num_predict: Annotated[int, Field(ge=-2, lt=2**31), fields.INTEGRAL] | None = None
-    """Most tokens to generate, or as many as the context holds if that is less, as for -1 and -2.
+    """Most tokens to generate, or as many as the context holds if that is less, as for 0 and below.
     Default: -1."""
-    stop: Stops = None
+    stop: Annotated[Stops, BeforeValidator(_not_empty, Stops)] = None
     """Texts that end the output, one or a list, up to 16. Default: none."""
     mirostat: Literal[0] | None = None
     """Only 0, off, is supported."""
@@ -55,9 +60,9 @@ class OllamaBody(Body):
     """A constraint on the output: `json`, or a JSON Schema. Not with `tools`. Default: none."""
     options: Options | None = None
     """Sampling parameters."""
-    think: bool | Effort | None = None
-    """Whether, or how much, the model thinks before it answers, if its chat template can say so.
-    Default: as the template has it."""
+    think: fields.Json = None
+    """Whether the model thinks before it answers, or how much: low, medium, high or max. Default:
+    as the chat template has it."""
     keep_alive: fields.Json = None
     """Accepted for Ollama's clients: the model stays loaded. An empty request with 0 is answered
     as if it were unloaded."""
@@ -65,6 +70,18 @@ class OllamaBody(Body):
     """Return the log-probability of each output token. Default: false."""
     top_logprobs: fields.NumTop | None = None
     """Return this many most likely tokens at each position; only with `logprobs`. Default: 0."""
+    truncate: bool | None = None
+    """A prompt that does not fit the context is refused, whatever this says."""
+    shift: bool | None = None
+    """A context that is full ends the answer, whatever this says."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "OllamaBody":
+        if self.think not in (None, True, False, *EFFORTS):
+            raise ValueError("`think` must be true, false, low, medium, high or max")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("`top_logprobs` is allowed only with `logprobs`")
+        return self
 
     @property
     def is_empty(self) -> bool:
@@ -95,11 +112,10 @@ class OllamaBody(Body):
 
     def thinking(self) -> dict[str, Any]:
         """The fields of OpenAI's chat that `think` stands for."""
-        if isinstance(self.think, str):
-            return {"reasoning_effort": self.think}
-        if self.think is False:
-            return {"reasoning_effort": "none"}
-        return {"chat_template_kwargs": {"enable_thinking": True}} if self.think else {}
+        if self.think is None:
+            return {}
+        effort = {True: "medium", False: "none"}.get(self.think, self.think)
+        return {"reasoning_effort": effort}
 
 
 class GenerateBody(OllamaBody):
@@ -116,9 +132,9 @@ class GenerateBody(OllamaBody):
     """Whether `prompt` is continued as it is, without the chat template. Default: false."""
     context: list[fields.TokenId] | None = Field(default=None, max_length=2**20, fail_fast=True)
     """The `context` of an earlier answer, which this request goes on from. Default: none."""
-    template: Annotated[str, Field(max_length=0)] | None = None
+    template: fields.Unsupported = None
     """A template of its own is not supported."""
-    images: fields.Json = fields.Empty
+    images: fields.Unsupported = None
     """Images are not supported."""
 
     @model_validator(mode="after")
@@ -144,16 +160,20 @@ class GenerateBody(OllamaBody):
 
     def as_completion(self, generation: Generation) -> CompletionBody:
         """The same request to /v1/completions. Raises InvalidRequest."""
-        if self.system and not self.suffix:
-            raise InvalidRequest("`system` needs a model with a chat template", param="system")
-        values = self.sampled(generation) | {"prompt": self.prompt}
+        if self.system:
+            text = "`system` needs a model with a chat template, and no `suffix`"
+            raise InvalidRequest(text, param="system")
+        # A grammar needs the last token as it is.
+        heals = bool(self.suffix) and self.source is None
+        values = self.sampled(generation) | {"prompt": self.prompt, "max_tokens": -1}
+        values["token_healing"] = heals
         return check(values | ({"suffix": self.suffix} if self.suffix else {}), CompletionBody)[0]
 
 
 class Message(Body):
     """A message of a conversation."""
 
-    role: Literal["system", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     """The author of the message."""
     content: fields.Text = ""
     """The text."""
@@ -165,7 +185,7 @@ class Message(Body):
     """Of a `tool`'s message the function's name."""
     tool_call_id: fields.Name | None = None
     """Of a `tool`'s message the id of the call."""
-    images: fields.Json = fields.Empty
+    images: fields.Unsupported = None
     """Images are not supported."""
 
     def in_openai(self) -> dict[str, Any]:
@@ -209,8 +229,10 @@ class ChatBody(OllamaBody):
 class ShowBody(Body):
     """The body of POST /api/show."""
 
-    model: fields.Name | None = Field(default=None, validation_alias=AliasChoices("model", "name"))
-    """A name that GET /api/tags lists. Default: the served model. `name` is another name of it."""
+    model: fields.Name | None = None
+    """A name that GET /api/tags lists. Default: the served model."""
+    name: fields.Name | None = None
+    """The older name of `model`."""
 
 
 class PullBody(ShowBody):

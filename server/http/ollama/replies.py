@@ -1,6 +1,5 @@
 """Ollama's form of answers: an object, or lines of JSON, the last of which has counts and times."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -16,6 +15,7 @@ from server.http.answer import Output, OutputToken, Reply
 from server.http.ollama.fields import ChatBody, GenerateBody
 from server.http.openai.chat import ChatReply
 from server.http.openai.completions import CompletionReply
+from server.http.parts import Part, Parts
 
 NANOSECONDS = 10**9
 
@@ -27,24 +27,27 @@ def now() -> str:
 
 async def request_of(generation: Generation, body: GenerateBody | ChatBody, client: str) -> Request:
     """The internal request. Raises RequestError."""
+    ignored = [name for name in ("truncate", "shift") if getattr(body, name)]
     if body.is_chat(generation):
         chat = body.as_chat(generation)
-        chat.fit(generation.texts.variables)
+        ignored += ["think"] if chat.fit(generation.texts.variables) else []
         request = await ChatReply.prepare(generation, chat, client)
     else:
         assert isinstance(body, GenerateBody)
+        ignored += ["think"] if body.think else []
         completion = body.as_completion(generation)
         ((request, _),) = await CompletionReply.prepare(generation, completion, client)
     if isinstance(body, GenerateBody) and body.context:
         request = replace(request, prompt=body.context + request.prompt)
     if source := body.source:
         request = replace(request, grammar=await generation.texts.grammar(source, client))
-    most = body.options.num_predict if body.options else None
+    most = (body.options.num_predict if body.options else None) or -1
     left = max(1, generation.max_total_tokens - len(request.prompt))
     return replace(
         request,
-        max_new_tokens=None if most is None or most < 0 else min(most, left),
+        max_new_tokens=None if most < 0 else min(most, left),
         num_top=(body.top_logprobs or 0) if body.logprobs else 0,
+        ignored=[*ignored, *request.ignored],
     )
 
 
@@ -65,11 +68,9 @@ class OllamaReply(Reply):
         self.codec = generation.codec
         self.streams = streams
         self.output = Output(streams.choices[0])
-        self.thought = ""
-        self.calls: list[tuple[str, list[str]]] = []
-        """Of each call the function's name and the parts of its arguments."""
+        self.parts = Parts()
         self.num_told = 0
-        """Calls that have been sent."""
+        """Parts whose call, if they are one, has been sent."""
 
     @classmethod
     async def open(
@@ -84,41 +85,47 @@ class OllamaReply(Reply):
         return cls(body, model, generation, generation.start([request], reservation))
 
     def take(self, piece: Piece) -> list[OutputToken]:
-        self.thought += piece.thought
-        for call in piece.calls:
-            if call.name is not None:
-                self.calls.append((call.name, []))
-            self.calls[call.index][1].append(call.arguments)
+        for _ in self.parts.take(piece):
+            pass
         return self.output.take(piece)
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        tokens = self.take(piece)
-        # A call is whole when the next one has begun, or at the end.
-        whole = len(self.calls) - (piece.finish is None)
-        calls, self.num_told = self.calls[self.num_told : whole], max(self.num_told, whole)
-        said = self._said(piece.text, piece.thought, calls)
-        shown = tokens if self.body.logprobs else []
-        chunks = (
-            [said | self._logprobs(shown)] if piece.text or piece.thought or calls or shown else []
-        )
+        shown = self.take(piece) if self.body.logprobs else self.take(piece)[:0]
+        # A call is whole when the next part has begun, or at the end.
+        calls = self._calls(len(self.parts.all) - (piece.finish is None))
+        said = self._said(piece.text, piece.thought, calls) | self._logprobs(shown)
+        chunks = [said] if piece.text or piece.thought or calls or shown else []
         return chunks if piece.finish is None else [*chunks, self._said() | self._ending()]
 
     def full_response(self) -> dict[str, Any]:
-        said = self._said(self.output.text, self.thought, self.calls)
+        texts = {"text": self.output.text, "thought": ""}
+        texts["thought"] = "".join(part.text for part in self.parts.all if part.kind == "thought")
+        said = self._said(**texts, calls=self._calls(len(self.parts.all)))
         return said | self._logprobs(self.output.tokens) | self._ending()
 
+    def _calls(self, end: int) -> list[dict[str, Any]]:
+        """The whole calls among the parts from `num_told` to `end`, which is the next `num_told`.
+        One that a limit of tokens has cut is not told, as nobody should carry it out.
+        """
+        calls = [part for part in self.parts.all[:end] if part.kind == "call"]
+        num_before = sum(part.kind == "call" for part in self.parts.all[: self.num_told])
+        self.num_told = max(self.num_told, end)
+        numbered = [*enumerate(calls)][num_before:]
+        return [self._call(index, part) for index, part in numbered if part.is_whole]
+
+    def _call(self, index: int, part: Part) -> dict[str, Any]:
+        function = {"index": index, "name": part.name, "arguments": part.arguments}
+        id = f"call_{self.streams.reservation.reply_id}-{index}"
+        return {"id": id, "function": function}
+
     def _said(
-        self, text: str = "", thought: str = "", calls: Sequence[tuple[str, list[str]]] = ()
+        self, text: str = "", thought: str = "", calls: Sequence[dict[str, Any]] = ()
     ) -> dict[str, Any]:
         head = {"model": self.model, "created_at": now()}
         more: dict[str, Any] = {"thinking": thought} if thought else {}
         if isinstance(self.body, GenerateBody):
             return head | {"response": text} | more | {"done": False}
-        if calls:
-            more["tool_calls"] = [
-                {"function": {"index": index, "name": name, "arguments": _object("".join(parts))}}
-                for index, (name, parts) in enumerate(calls, self.calls.index(calls[0]))
-            ]
+        more |= {"tool_calls": calls} if calls else {}
         return head | {"message": {"role": "assistant", "content": text} | more, "done": False}
 
     def _logprobs(self, tokens: Sequence[OutputToken]) -> dict[str, Any]:
@@ -138,7 +145,7 @@ class OllamaReply(Reply):
     def _ending(self) -> dict[str, Any]:
         choice = self.output.choice
         begun, first = choice.started or choice.arrival, choice.first or choice.last
-        counts = {
+        seconds = {
             "total_duration": choice.last - choice.arrival,
             "prompt_eval_duration": first - begun,
             "eval_duration": choice.last - first,
@@ -148,20 +155,12 @@ class OllamaReply(Reply):
             "done_reason": "length" if self.output.finish == "length" else "stop",
             "prompt_eval_count": len(choice.request.prompt),
             "eval_count": choice.num_tokens,
-        } | {name: round(seconds * NANOSECONDS) for name, seconds in counts.items()}
+        }
+        ending |= {name: round(value * NANOSECONDS) for name, value in seconds.items()}
         if isinstance(self.body, GenerateBody) and not self.body.raw:
             ids = [token.id for token in self.output.tokens]
             ending["context"] = choice.request.prompt + ids
         return ending
-
-
-def _object(arguments: str) -> dict[str, Any]:
-    """The arguments of a call, which a limit of tokens may have cut."""
-    try:
-        value = json.loads(arguments or "{}")
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def empty_answer(body: GenerateBody | ChatBody, model: str) -> dict[str, Any]:
@@ -177,10 +176,21 @@ def empty_answer(body: GenerateBody | ChatBody, model: str) -> dict[str, Any]:
     return {"model": model, "created_at": now()} | said | {"done": True, "done_reason": reason}
 
 
-def check_thinking(generation: Generation, body: GenerateBody | ChatBody, model: str) -> None:
-    """Raises InvalidRequest where thoughts are asked of a model that has none."""
-    if body.think and not can_think(generation):
-        raise InvalidRequest(f'"{model}" does not support thinking', param="think")
+def check_abilities(generation: Generation, body: GenerateBody | ChatBody, model: str) -> None:
+    """Raises InvalidRequest where a body asks for what the model cannot do."""
+    lacks = {"thinking": bool(body.think) and not can_think(generation)}
+    if isinstance(body, GenerateBody):
+        lacks["insert"] = bool(body.suffix) and not can_fill(generation)
+    else:
+        lacks["tools"] = bool(body.tools) and generation.texts.texts.calls.form is None
+    for ability, is_lacking in lacks.items():
+        if is_lacking:
+            raise InvalidRequest(f'"{model}" does not support {ability}')
+
+
+def can_fill(generation: Generation) -> bool:
+    """Whether the tokenizer has marks for filling in the middle."""
+    return generation.texts.texts.fim.marks is not None
 
 
 def can_think(generation: Generation) -> bool:

@@ -9,14 +9,16 @@ from starlette.responses import JSONResponse, Response
 from server.errors import InvalidRequest, NotFound
 from server.http import sse
 from server.http.answer import Delivery
-from server.http.body import check, parse, read_bytes
+from server.http.body import check, read_value
 from server.http.exchange import Dialect, exchange_of
 from server.http.handlers import Context, Handlers, ReadBody
+from server.http.model_names import TAG
 from server.http.ollama.fields import ChatBody, GenerateBody, PullBody, ShowBody
 from server.http.ollama.replies import (
     OllamaReply,
+    can_fill,
     can_think,
-    check_thinking,
+    check_abilities,
     empty_answer,
     now,
 )
@@ -26,7 +28,6 @@ VERSION = "0.12.0"
 """The version of Ollama whose API this is, which some clients compare."""
 NEVER = "2100-01-01T00:00:00Z"
 """When the model will be unloaded."""
-TAG = ":latest"
 CHANGES = ("create", "copy", "delete", "push", "blobs/{digest}")
 """Routes that change models."""
 
@@ -70,9 +71,7 @@ class OllamaRoutes(Handlers):
         name, stream = self._name(body.model), body.stream is not False
         if body.is_empty:
             return _answered([empty_answer(body, name)], stream)
-        check_thinking(self.generation, body, name)
-        if isinstance(body, GenerateBody) and body.suffix and not self._can_fill:
-            raise InvalidRequest(f'"{name}" does not support insert', param="suffix")
+        check_abilities(self.generation, body, name)
         reply = await OllamaReply.open(self.generation, body, name, exchange.reserved)
         exchange.ignored = [*exchange.ignored, *reply.streams.choices[0].request.ignored]
         return await self.answers.answer(http, reply, Delivery(stream, resumable=False))
@@ -84,21 +83,17 @@ class OllamaRoutes(Handlers):
         """
         if "origin" in http.headers:
             return await super().read(http, schema)
-        value = parse(await read_bytes(http, self.section.max_body_bytes))
+        value = await read_value(http, self.section.max_body_bytes, any_type=True)
         body, exchange_of(http).ignored = check(value, schema, self.section.strict_fields)
         return body
 
     def _name(self, given: str | None) -> str:
         """The model's name in the answer: as the request has it. Raises NotFound."""
         try:
-            resolved = self.names.resolve((given or "").removesuffix(TAG))
+            resolved = self.names.resolve(given)
         except NotFound:
             raise NotFound(f"model {given!r} not found", code="model_not_found") from None
         return given or resolved
-
-    @property
-    def _can_fill(self) -> bool:
-        return self.generation.texts.texts.fim.marks is not None
 
     async def version(self) -> Response:
         """Tell the version of the API."""
@@ -131,7 +126,7 @@ class OllamaRoutes(Handlers):
 
     def _details(self) -> dict[str, Any]:
         ready = self.generation.ready
-        size, unit = (10**9, "B") if ready.num_parameters >= 10**9 else (10**6, "M")
+        size, unit = (10**9, "B") if ready.num_parameters >= 999_500_000 else (10**6, "M")
         return {
             "parent_model": "",
             "format": "gguf" if ready.block_forms else "safetensors",
@@ -146,17 +141,18 @@ class OllamaRoutes(Handlers):
     async def show(self, http: HttpRequest) -> Response:
         """Tell what the served model can do."""
         body = await self.read(http, ShowBody)
-        self._name(body.model)
+        self._name(body.model or body.name)
         ready, files = self.generation.ready, self.generation.codec.files
         chats, family = files.chat_template is not None, ready.model_type
         abilities = {
             "completion": True,
             "tools": chats and self.generation.texts.texts.calls.form is not None,
-            "insert": self._can_fill,
+            "insert": can_fill(self.generation),
             "thinking": chats and can_think(self.generation),
         }
         facts = {
             "general.architecture": family,
+            "general.basename": self.names.shown,
             "general.parameter_count": ready.num_parameters,
             f"{family}.context_length": self.generation.max_total_tokens,
             f"{family}.attention.head_count_kv": 1,
@@ -178,7 +174,7 @@ class OllamaRoutes(Handlers):
     async def pull(self, http: HttpRequest) -> Response:
         """Pull the model that is served, which is there already."""
         body = await self.read(http, PullBody)
-        self._name(body.model)
+        self._name(body.model or body.name)
         steps = ["pulling manifest", "success"] if body.stream is not False else ["success"]
         return _answered([{"status": step} for step in steps], body.stream is not False)
 

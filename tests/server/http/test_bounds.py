@@ -13,12 +13,14 @@ from pydantic.fields import FieldInfo
 
 from server.errors import RequestError
 from server.http import body, fields
+from server.http.anthropic.fields import CountBody, MessagesBody
 from server.http.decisions.fields import DecisionBody, SystemBody
 from server.http.llama_cpp.fields import InfillBody, LlamaCppCompletionBody
 from server.http.mistral.fim import FimBody
 from server.http.ollama import fields as ollama
 from server.http.openai.chat_fields import ChatBody, TemplateBody
 from server.http.openai.fields import CompletionBody
+from server.http.responses.fields import ResponsesBody
 from server.http.tgi.fields import GenerateBody
 from server.http.token_fields import DetokenizeBody, TokenizeBody
 
@@ -32,6 +34,7 @@ BODIES: tuple[type[BaseModel], ...] = (
 )
 BODIES += (GenerateBody, TokenizeBody, DetokenizeBody, DecisionBody, SystemBody)
 BODIES += (ollama.GenerateBody, ollama.ChatBody, ollama.ShowBody, ollama.PullBody)
+BODIES += (MessagesBody, CountBody, ResponsesBody)
 LONGEST = 2 * 2**20
 
 

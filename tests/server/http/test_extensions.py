@@ -64,6 +64,8 @@ def test_the_rest_serves_without_it(extension: str, tokenizer_folder: Path, tmp_
     gone = {
         "server.http.mistral": "/v1/fim/completions",
         "server.http.ollama": "/api/generate",
+        "server.http.anthropic": "/v1/messages",
+        "server.http.responses": "/v1/responses",
         "server.http.llama_cpp": "/infill",
         "server.http.decisions": "/v1/decisions",
         "server.http.render": "/v1/completions/render",

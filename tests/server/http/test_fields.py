@@ -16,12 +16,14 @@ import msgspec
 import pytest
 from pydantic import BaseModel
 
+from server.http.anthropic.fields import CountBody, MessagesBody
 from server.http.decisions.fields import DecisionBody, DecisionQuestion, SystemBody, SystemQuestion
 from server.http.llama_cpp.fields import InfillBody, LlamaCppCompletionBody
 from server.http.mistral.fim import FimBody
 from server.http.ollama import fields as ollama
 from server.http.openai.chat_fields import ChatBody, TemplateBody
 from server.http.openai.fields import CompletionBody
+from server.http.responses.fields import ResponsesBody
 from server.http.tgi.fields import GenerateBody, Parameters
 from server.http.token_fields import DetokenizeBody, TokenizeBody
 from tests.conftest import CHAT_TEMPLATE
@@ -101,6 +103,16 @@ OF_LLAMA_CPP: dict[str, tuple[dict[str, Any], Any]] = {
     "priority": ({}, 3),
     "samplers": ({"top_k": 5, "temperature": 1, "seed": 1}, ["temperature"]),
     "response_fields": ({}, ["content", "timings/predicted_n"]),
+}
+FUNCTION = {"type": "function", "name": "f", "parameters": SCHEMA}
+USED = {"name": "f", "input_schema": SCHEMA}
+OF_MESSAGES: dict[str, tuple[dict[str, Any], Any]] = {
+    "messages": ({}, [{"role": "user", "content": "hoho"}]),
+    "system": ({}, "be brief"),
+    "tools": ({}, [USED]),
+    "tool_choice": ({"tools": [USED]}, {"type": "any"}),
+    "thinking": ({}, {"type": "disabled"}),
+    "output_config": ({}, {"format": {"type": "json_schema", "schema": SCHEMA}}),
 }
 OLLAMA = {"num_predict": 8, "temperature": 0, "seed": 1}
 OF_OLLAMA: dict[str, tuple[dict[str, Any], Any]] = {
@@ -210,6 +222,35 @@ CASES: dict[type[BaseModel], tuple[str, dict[str, Any], dict[str, tuple[dict[str
             "num_predict": ({}, 3),
             "stop": ({}, ["X"]),
             "ignore_eos": ({}, True),
+        },
+    ),
+    MessagesBody: (
+        "/v1/messages",
+        {"messages": MESSAGES, "max_tokens": 8, "temperature": 0},
+        OF_MESSAGES
+        | {name: COMMON[name] for name in ("temperature", "top_k", "top_p", "stream")}
+        | {"max_tokens": ({}, 3), "stop_sequences": ({}, ["X"])},
+    ),
+    CountBody: (
+        "/v1/messages/count_tokens",
+        {"messages": MESSAGES},
+        {name: OF_MESSAGES[name] for name in ("messages", "system", "tools", "thinking")},
+    ),
+    ResponsesBody: (
+        "/v1/responses",
+        {"input": "hi", "max_output_tokens": 8, "temperature": 0},
+        {name: COMMON[name] for name in ("temperature", "top_p", "stream")}
+        | {
+            "input": ({}, [{"role": "user", "content": "ho"}]),
+            "instructions": ({}, "be brief"),
+            "max_output_tokens": ({}, 3),
+            "top_logprobs": ({}, 2),
+            "tools": ({}, [FUNCTION]),
+            "tool_choice": ({"tools": [FUNCTION]}, "required"),
+            "parallel_tool_calls": ({}, False),
+            "text": ({}, {"format": {"type": "json_object"}}),
+            "reasoning": ({}, {"effort": "none"}),
+            "include": ({}, ["message.output_text.logprobs"]),
         },
     ),
     DecisionBody: (
@@ -343,8 +384,15 @@ HARMLESS: dict[type[BaseModel], dict[str, Any]] = {
     Parameters: {"watermark": False},
     TokenizeBody: {"model": "tiny"},
     DetokenizeBody: {"model": "tiny"},
-    ollama.GenerateBody: {"model": "", "keep_alive": "5m", "images": [], "template": ""},
-    ollama.ChatBody: {"model": "", "keep_alive": 0},
+    MessagesBody: {"model": "tiny", "metadata": {"user_id": "a"}, "service_tier": "auto"}
+    | {"container": "", "mcp_servers": []},
+    CountBody: {"model": "tiny"},
+    ResponsesBody: {"model": "tiny", "store": True, "truncation": "disabled", "background": False}
+    | {"previous_response_id": "", "conversation": "", "prompt": {}, "max_tool_calls": 0}
+    | {"context_management": []},
+    ollama.GenerateBody: {"model": "", "keep_alive": "5m", "images": [], "template": ""}
+    | {"truncate": False, "shift": False},
+    ollama.ChatBody: {"model": "", "keep_alive": 0, "truncate": False, "shift": False},
     ollama.Options: {"mirostat": 0, "tfs_z": 1},
 }
 # In tests/server/http/openai/test_routes.py: what needs a clock, and what goes with one other field
@@ -359,6 +407,9 @@ ELSEWHERE = {
     FimBody: {"timeout_s", "resumable", "cache_salt"},
     ChatBody: {"timeout_s", "resumable", "cache_salt", "cache_prompt"},
     GenerateBody: {"timeout_s", "resumable", "cache_salt"},
+    MessagesBody: {"resumable"},
+    ResponsesBody: {"resumable"},
+    CountBody: {"tool_choice", "output_config"},  # They are the body's of /v1/messages too.
     DecisionBody: {"timeout_s", "cache_salt"},
     SystemBody: {"timeout_s", "cache_salt"},
     InfillBody: {"t_max_predict_ms", "n_indent", "resumable", "cache_prompt"},
@@ -489,7 +540,7 @@ async def observe(folder: Path, path: str, body: dict[str, Any]) -> tuple[int, A
     if re.search('"id":"(cmpl|chatcmpl)-mine"', response.text):
         return response.status_code, ("the id that was asked for", [])
     text = re.sub(
-        r'"(id|seed|created_at|\w*duration|prompt_(?:per_)?(?:token_)?(?:ms|second)|created|predicted_\w+)":("[^"]*"|[0-9.e+-]+)',
+        r'"(id|seed|created_at|\w*duration|call_id|item_id|prompt_(?:per_)?(?:token_)?(?:ms|second)|created|predicted_\w+)":("[^"]*"|[0-9.e+-]+)',
         "",
         response.text,
     )

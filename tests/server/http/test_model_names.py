@@ -150,7 +150,8 @@ async def test_the_routes_of_one_model_ignore_its_name_and_those_of_openai_check
         "/tokenize": inputs,
         "/infill": {"input_prefix": "a", "input_suffix": "b", "n_predict": 2},
     }
-    posted = {route.path for route in served.app.table.routes if "POST" in route.methods}
+    documented = [route for route in served.app.table.routes if route.documented]
+    posted = {route.path for route in documented if "POST" in route.methods}
     assert posted == openai.keys() | tokens.keys() | of_one_model.keys()
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(served.app), base_url="http://test"

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -11,7 +12,13 @@ import msgspec
 import ollama
 import pytest
 
+from server import protocol
 from server.config import EMBEDDED_MODEL
+from server.generation.request import Choice, Request
+from server.generation.stream import Piece
+from server.http.ollama.fields import ChatBody
+from server.http.ollama.replies import OllamaReply
+from server.text.calls.parser import CallDelta
 from tests.conftest import CHAT_TEMPLATE
 from tests.support.checkpoints import make_tokenizer
 from tests.support.fake_engine import READY, FakeEngine, Served, serve
@@ -197,6 +204,27 @@ async def test_defaults_are_those_of_ollama_after_those_of_the_checkpoint(tmp_pa
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.8, 40, 0.5)
     await post(served, "/api/generate", {"prompt": "a", "options": {"num_predict": 10**6}})
     assert len(served.engine.submits[-1].prompt) + served.engine.submits[-1].max_new_tokens == 128
+
+
+@pytest.mark.parametrize("length", [10, 60])
+def test_a_call_that_is_cut_is_not_told(client: ollama.Client, length: int) -> None:
+    options = GREEDY | {"num_predict": length}
+    answer = client.chat("embedded", WEATHER, tools=[get_weather], options=options)
+    assert (answer.message.tool_calls is None) == (answer.done_reason == "length") == (length < 20)
+
+
+def test_calls_are_numbered() -> None:
+    choice = Choice(1, 9, 0, Request([1], protocol.Sampling()))
+    streams: Any = SimpleNamespace(choices=[choice], reservation=SimpleNamespace(reply_id="a"))
+    reply = OllamaReply(ChatBody(), "m", SimpleNamespace(codec=None), streams)  # type: ignore[arg-type]
+    told = []
+    for index in range(3):
+        for delta in (CallDelta(index, "f", ""), CallDelta(index, None, "{}")):
+            told += reply.chunks(Piece(0, 5, "", calls=(delta,)))
+    told += reply.chunks(Piece(0, 0, "", finish="eos_token"))
+    calls = [call for chunk in told for call in chunk["message"].get("tool_calls", ())]
+    assert [call["function"]["index"] for call in calls] == [0, 1, 2]
+    assert [call["id"] for call in calls] == ["call_a-0", "call_a-1", "call_a-2"]
 
 
 async def test_without_a_chat_template_a_prompt_is_continued(tmp_path: Path) -> None:

@@ -38,6 +38,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/fim/completions": {"prompt": "def", "max_tokens": 2},
     "/api/generate": {"prompt": "def", "options": {"num_predict": 2}},
     "/api/chat": {"messages": [{"role": "user", "content": "def"}], "options": {"num_predict": 2}},
+    "/v1/messages": {"messages": [{"role": "user", "content": "def"}], "max_tokens": 2},
+    "/v1/responses": {"input": "def", "max_output_tokens": 2},
     "/v1/decisions": {"input": "", "questions": [{"type": "predicate", "instructions": ""}]},
     "/v1/systemone": {"state": "", "questions": {"q": {"type": "noul"}}},
 }

@@ -1,0 +1,236 @@
+"""The request body of OpenAI's Responses API, and what it is in /v1/chat/completions."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from server.http import fields
+from server.http.body import check
+from server.http.fields import Body
+from server.http.openai import chat_fields
+from server.http.openai.chat_fields import FunctionName, TextParts
+
+LOGPROBS = "message.output_text.logprobs"
+
+
+class Item(Body):
+    """An item of a conversation: a message, a call of a function, its output, or a thought."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    """The kind of item."""
+    role: Literal["system", "developer", "user", "assistant"] = "user"
+    """The author of a message."""
+    content: TextParts | None = None
+    """The text of a message, or parts of text. Images and files are not supported."""
+    call_id: fields.Name = ""
+    """The id of a call, which its output repeats."""
+    name: fields.Name = ""
+    """The function's name."""
+    arguments: fields.Text = ""
+    """The function's arguments, JSON text."""
+    output: TextParts | None = None
+    """What the function returned."""
+    id: fields.Json = None
+    """Accepted: nothing is stored."""
+    status: fields.Json = None
+    """Accepted: it changes nothing."""
+    summary: fields.Json = None
+    """Accepted: thoughts are not given to the model again."""
+    encrypted_content: fields.Json = None
+    """Accepted: thoughts are not given to the model again."""
+
+
+def _in_items(value: Any) -> Any:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+Items = Annotated[
+    Annotated[list[Item], Field(min_length=1, max_length=1024, fail_fast=True)],
+    BeforeValidator(_in_items, fields.Text | list[Item]),
+]
+
+
+class Tool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    """Only functions are supported."""
+    name: FunctionName
+    """The function's name."""
+    description: fields.Text = ""
+    """What it does, for the model."""
+    parameters: fields.JsonObject = Field(default={"type": "object", "properties": {}})
+    """The JSON Schema of its arguments, which calls follow."""
+    strict: bool | None = None
+    """Accepted: calls always follow the schema."""
+
+
+class NamedTool(Body):
+    """A tool by its name."""
+
+    type: Literal["function"]
+    """Only functions are supported."""
+    name: FunctionName
+    """The function's name."""
+
+
+class ChosenTools(Body):
+    """The function that has to be called, or the functions that may be."""
+
+    type: Literal["function", "allowed_tools"]
+    """Which of the two is given."""
+    name: FunctionName | None = None
+    """The function that has to be called."""
+    mode: Literal["auto", "required"] = "auto"
+    """Whether one of the allowed ones has to be called."""
+    tools: list[NamedTool] = Field(default=[], max_length=128, fail_fast=True)
+    """The functions that may be called."""
+
+    def in_chat(self) -> dict[str, Any]:
+        """The same in /v1/chat/completions."""
+        if self.type == "function":
+            return {"type": "function", "function": {"name": self.name}}
+        tools = [{"type": "function", "function": {"name": tool.name}} for tool in self.tools]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": tools}}
+
+
+class TextFormat(Body):
+    """A constraint on the text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    """No constraint, a JSON object, or what the schema says."""
+    name: fields.Name = "output"
+    """A name for the schema. It changes nothing in the answer."""
+    schema_: fields.JsonObject | None = Field(default=None, alias="schema")
+    """The JSON Schema that the text follows."""
+    strict: bool | None = None
+    """Accepted: the text always follows the schema."""
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> "TextFormat":
+        if self.type == "json_schema" and self.schema_ is None:
+            raise ValueError("`text.format.schema` is required")
+        return self
+
+
+class TextOptions(Body):
+    """How the text is written."""
+
+    format: TextFormat | None = None
+    """A constraint on the text. Default: none."""
+    verbosity: fields.Json = None
+    """Accepted: the model decides."""
+
+
+class Reasoning(Body):
+    """How much the model thinks."""
+
+    effort: fields.Name | None = None
+    """In the words of its chat template; `none` and `minimal` turn thoughts off."""
+    summary: fields.Json = None
+    """Accepted: thoughts are shown as they are."""
+
+
+class ResponsesBody(Body):
+    """The body of POST /v1/responses."""
+
+    model: fields.Name | None = None
+    """A name that GET /v1/models lists."""
+    input: Items
+    """A text, or the items of a conversation. 1 to 1024 items."""
+    instructions: fields.Text | None = None
+    """A system message in front. Default: none."""
+    max_output_tokens: fields.Positive | None = None
+    """Most tokens to generate, or as many as the context holds if that is less."""
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    """As on /v1/chat/completions."""
+    top_p: fields.TopP | None = None
+    """As on /v1/chat/completions."""
+    top_logprobs: fields.NumTop | None = None
+    """Return this many most likely tokens at each position of the text. Default: none."""
+    stream: bool | None = None
+    """Whether the answer comes as server-sent events. Default: false."""
+    resumable: bool | None = None
+    """Whether the stream can be read again. Default: false."""
+    tools: list[Tool] | None = Field(default=None, max_length=128, fail_fast=True)
+    """Functions that the model may call. Up to 128. Default: none."""
+    tool_choice: Literal["none", "auto", "required"] | ChosenTools | None = None
+    """As on /v1/chat/completions. Default: `auto`."""
+    parallel_tool_calls: bool | None = None
+    """Whether an answer may have several calls. Default: true."""
+    text: TextOptions | None = None
+    """How the text is written."""
+    reasoning: Reasoning | None = None
+    """How much the model thinks. Default: as the chat template has it."""
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
+        Field(default=None, max_length=16, fail_fast=True)
+    )
+    """`message.output_text.logprobs`: return the log-probability of each token of the text.
+    Thoughts are never encrypted."""
+    store: bool | None = None
+    """Accepted: nothing is stored, and the answer says so."""
+    truncation: Literal["disabled"] | None = None
+    """An input that does not fit the context is refused."""
+    background: Literal[False] | None = None
+    """Answers are given at once."""
+    previous_response_id: fields.Unsupported = None
+    """Nothing is stored: send the items of the conversation."""
+    conversation: fields.Unsupported = None
+    """Nothing is stored: send the items of the conversation."""
+    prompt: fields.Unsupported = None
+    """There are no stored prompts."""
+    context_management: fields.Unsupported = None
+    """The client decides what the context holds."""
+    max_tool_calls: fields.Unsupported = None
+    """No tools are hosted here."""
+
+    def as_chat(self) -> chat_fields.ChatBody:
+        """The same request to /v1/chat/completions. Raises InvalidRequest."""
+        choice, options = self.tool_choice, self.text or TextOptions()
+        logprobs = self.top_logprobs is not None or LOGPROBS in (self.include or ())
+        value: dict[str, Any] = {
+            "messages": self._messages(),
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "logprobs": logprobs,
+            "top_logprobs": self.top_logprobs,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "tool_choice": choice.in_chat() if isinstance(choice, ChosenTools) else choice,
+            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+            "tools": [
+                {"function": tool.model_dump(include={"name", "description", "parameters"})}
+                for tool in self.tools or ()
+            ],
+        }
+        if (format := options.format) is not None:
+            schema = {"name": format.name, "schema": format.schema_}
+            wanted = {} if format.schema_ is None else {"json_schema": schema}
+            value["response_format"] = {"type": format.type} | wanted
+        return check(value, chat_fields.ChatBody)[0]
+
+    def _messages(self) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
+        calls: list[dict[str, Any]] = []
+        for item in self.input:
+            if item.type == "function_call":
+                function = {"name": item.name, "arguments": item.arguments}
+                calls.append({"id": item.call_id, "type": "function", "function": function})
+                continue
+            messages += _calling(calls)
+            calls = []
+            if item.type == "function_call_output":
+                content = "".join(part.text for part in item.output or ())
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+            elif item.type == "message":
+                content = "".join(part.text for part in item.content or ())
+                messages.append({"role": item.role, "content": content})
+        return [*messages, *_calling(calls)]
+
+
+def _calling(calls: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The assistant's message with these calls, if there are some."""
+    if calls:
+        yield {"role": "assistant", "content": "", "tool_calls": calls}

@@ -1,0 +1,198 @@
+"""OpenAI's Responses API: an answer of items, whole or as named events."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+from server.generation.admission import Reservation
+from server.generation.generation import Generation
+from server.generation.stream import OpenStreams, Piece
+from server.http import sse
+from server.http.answer import Output, OutputToken, Reply
+from server.http.openai.chat import ChatReply
+from server.http.openai.chat_fields import ChatBody
+from server.http.parts import Change, Part, Parts
+from server.http.responses.fields import ResponsesBody
+
+DELTAS = {
+    "thought": "response.reasoning_text",
+    "text": "response.output_text",
+    "call": "response.function_call_arguments",
+}
+"""Kinds of parts -> what the events of their text begin with."""
+PREFIXES = {"thought": "rs", "text": "msg", "call": "fc"}
+"""Kinds of parts -> what the ids of their items begin with."""
+
+
+class ResponsesReply(Reply):
+    """An answer of /v1/responses."""
+
+    form, prefix = sse.NAMED_EVENTS, sse.NAMED_EVENTS.prefix
+
+    def __init__(
+        self,
+        body: ResponsesBody,
+        chat: ChatBody,
+        model: str,
+        generation: Generation,
+        streams: OpenStreams,
+    ) -> None:
+        self.body = body
+        self.codec = generation.codec
+        self.streams = streams
+        self.num_top = chat.num_top
+        self.output = Output(streams.choices[0])
+        self.parts = Parts()
+        self.text_tokens: list[OutputToken] = []
+        """The tokens that have added text."""
+        self.num_thought_tokens = 0
+        self.id = streams.reservation.reply_id
+        self.numbers = count()
+        """The sequence numbers of events."""
+        given = body.model_dump(
+            include={"instructions", "max_output_tokens", "temperature", "top_p", "reasoning"}
+        )
+        named = body.model_dump(by_alias=True, exclude_none=True, include={"tools", "text"})
+        self.head: dict[str, Any] = {
+            "id": f"resp_{self.id}",
+            "object": "response",
+            "created_at": streams.reservation.created,
+            "model": model,
+            "error": None,
+            "tools": [],
+            "tool_choice": body.model_dump(exclude_unset=True).get("tool_choice") or "auto",
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "text": {"format": {"type": "text"}},
+            "truncation": "disabled",
+            "previous_response_id": None,
+            "store": False,
+            "metadata": {},
+        }
+        self.head |= given | named
+
+    @classmethod
+    async def open(
+        cls, generation: Generation, body: ResponsesBody, model: str, reservation: Reservation
+    ) -> "ResponsesReply":
+        """Starts the sequence of a body. Raises RequestError."""
+        chat = body.as_chat()
+        ignored = ["reasoning.effort"] if chat.fit(generation.texts.variables) else []
+        request = await ChatReply.prepare(generation, chat, reservation.client)
+        left = max(1, generation.max_total_tokens - len(request.prompt))
+        most = min(body.max_output_tokens or left, left)
+        request = replace(request, max_new_tokens=most, ignored=[*ignored, *request.ignored])
+        return cls(body, chat, model, generation, generation.start([request], reservation))
+
+    def take(self, piece: Piece) -> None:
+        for _ in self._take(piece):
+            pass
+
+    def _take(self, piece: Piece) -> Iterator[Change]:
+        new = self.output.take(piece)
+        self.text_tokens += new if piece.text else []
+        self.num_thought_tokens += bool(piece.thought)
+        return self.parts.take(piece)
+
+    def first_chunks(self) -> list[dict[str, Any]]:
+        response = self._response("in_progress", [])
+        return [
+            self._event(type, response=response)
+            for type in ("response.created", "response.in_progress")
+        ]
+
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        num_before = len(self.text_tokens)
+        changes = self._take(piece)
+        return [*self._events(changes, self.text_tokens[num_before:])]
+
+    def last_chunks(self) -> list[dict[str, Any]]:
+        ended = [*self._events(self.parts.end(), [])]
+        response = self.full_response()
+        return [*ended, self._event(f"response.{response['status']}", response=response)]
+
+    def full_response(self) -> dict[str, Any]:
+        items = [self._item(index, part, "completed") for index, part in enumerate(self.parts.all)]
+        is_cut = self.output.finish == "length"
+        return self._response("incomplete" if is_cut else "completed", items)
+
+    def _event(self, type: str, **more: Any) -> dict[str, Any]:
+        return {"type": type, "sequence_number": next(self.numbers)} | more
+
+    def _events(
+        self, changes: Iterable[Change], tokens: list[OutputToken]
+    ) -> Iterator[dict[str, Any]]:
+        for what, index, part, added in changes:
+            name, place = DELTAS[part.kind], {"output_index": index}
+            of_item = place | {"item_id": self._item_id(index, part)}
+            has_content = part.kind != "call"
+            at = of_item | ({"content_index": 0} if has_content else {})
+            logprobs = {"logprobs": self._logprobs(tokens)} if part.kind == "text" else {}
+            if what == "begin":
+                item = self._item(index, part, "in_progress")
+                content = item.pop("content", None)
+                item |= {} if content is None else {"content": []}
+                yield self._event("response.output_item.added", **place, item=item)
+                if has_content:
+                    begun = content and content[0]
+                    yield self._event("response.content_part.added", **at, part=begun)
+            elif what == "add":
+                yield self._event(f"{name}.delta", **at, delta=added, **logprobs)
+            else:
+                field = "text" if has_content else "arguments"
+                whole = {field: part.text} | ({} if has_content else {"name": part.name})
+                yield self._event(f"{name}.done", **at, **whole, **logprobs)
+                item = self._item(index, part, "completed")
+                if has_content:
+                    ended = item["content"][0]
+                    yield self._event("response.content_part.done", **at, part=ended)
+                yield self._event("response.output_item.done", **place, item=item)
+
+    def _item_id(self, index: int, part: Part) -> str:
+        return f"{PREFIXES[part.kind]}_{self.id}_{index}"
+
+    def _item(self, index: int, part: Part, status: str) -> dict[str, Any]:
+        item: dict[str, Any] = {"id": self._item_id(index, part)}
+        if part.kind == "call":
+            call = {"call_id": f"call_{self.id}_{index}", "name": part.name}
+            return (
+                item | {"type": "function_call", "status": status} | call | {"arguments": part.text}
+            )
+        if part.kind == "thought":
+            content = {"type": "reasoning_text", "text": part.text}
+            return item | {"type": "reasoning", "summary": [], "content": [content]}
+        shown: dict[str, Any] = {"type": "output_text", "text": part.text, "annotations": []}
+        shown["logprobs"] = self._logprobs(self.text_tokens) if part.text else []
+        item |= {"type": "message", "status": status, "role": "assistant"}
+        return item | {"content": [shown]}
+
+    def _logprobs(self, tokens: list[OutputToken]) -> list[dict[str, Any]]:
+        if self.num_top is None:
+            return []
+        return [
+            self._entry(token.id, token.logprob)
+            | {"top_logprobs": [self._entry(*top) for top in [*token.top][: self.num_top]]}
+            for token in tokens
+            if not token.special
+        ]
+
+    def _entry(self, id: int, logprob: float | None) -> dict[str, Any]:
+        text, data = self.codec.token_text(id), self.codec.token_bytes(id)
+        return {"token": text, "logprob": logprob or 0.0, "bytes": [*data]}
+
+    def _response(self, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
+        choice, num_tokens = self.output.choice, len(self.output.tokens)
+        reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        usage = {
+            "input_tokens": len(choice.request.prompt),
+            "input_tokens_details": {"cached_tokens": choice.num_cached, "cache_write_tokens": 0},
+            "output_tokens": num_tokens,
+            "output_tokens_details": {"reasoning_tokens": self.num_thought_tokens},
+            "total_tokens": len(choice.request.prompt) + num_tokens,
+        }
+        return self.head | {
+            "status": status,
+            "incomplete_details": reason,
+            "output": items,
+            "usage": None if status == "in_progress" else usage,
+        }

@@ -1,0 +1,122 @@
+"""OpenAI's Responses API: by its own client against the embedded model, and what that does not
+show.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from server.config import EMBEDDED_MODEL
+from tests.server.http.test_anthropic import start
+from tests.server.http.test_routes import client_of
+from tests.support.processes import ServerProcess
+
+ASK = "What is the weather in Oslo?"
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER: Any = {"type": "function", "name": "get_weather", "parameters": CITY}
+GREEDY: dict[str, Any] = {"model": "embedded", "temperature": 0, "max_output_tokens": 64}
+
+
+class Person(BaseModel):
+    """What the text holds."""
+
+    name: str
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[openai.OpenAI]:
+    server = ServerProcess(EMBEDDED_MODEL, "--server.model_name", "embedded")
+    url = f"http://127.0.0.1:{server.port}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        yield client
+    assert server.stop() == 0
+
+
+def shape(response: Any) -> Any:
+    """A response without what differs from one request to the next."""
+    value = response.model_dump(exclude={"created_at", "id"}, exclude_none=True)
+    for item in value["output"]:
+        item.pop("id"), item.pop("call_id", None)
+        item.pop("parsed_arguments", None)
+        for part in item.get("content", ()):
+            part.pop("parsed", None)
+    value["usage"].pop("input_tokens_details")
+    return value
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"input": "What is 3 + 4?"},
+        {"input": "What is 3 + 4?", "max_output_tokens": 2},
+        {"input": "What is 3 + 4?", "top_logprobs": 2},
+        {"input": ASK, "tools": [WEATHER]},
+        {"input": ASK, "tools": [WEATHER], "tool_choice": "required"},
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": ASK}]}]},
+        {"input": "What is 3 + 4?", "instructions": "Answer in capitals."},
+    ],
+    ids=str,
+)
+def test_a_stream_is_the_whole_answer(client: openai.OpenAI, more: dict[str, Any]) -> None:
+    given = GREEDY | more
+    whole = client.responses.create(**given)
+    with client.responses.stream(**given) as stream:
+        events = [*stream]
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    last: Any = events[-1]
+    assert shape(last.response) == shape(whole) and whole.output
+    assert last.type == f"response.{whole.status}"
+    assert whole.status == ("incomplete" if more.get("max_output_tokens") else "completed")
+    texts = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(texts) == whole.output_text
+
+
+def test_a_function_is_called_and_its_output_told(client: openai.OpenAI) -> None:
+    first = client.responses.create(input=ASK, tools=[WEATHER], **GREEDY)
+    (call,) = first.output
+    assert call.type == "function_call" and json.loads(call.arguments) == {"city": "Oslo"}
+    told: Any = {"type": "function_call_output", "call_id": call.call_id}
+    items = [{"role": "user", "content": ASK}, call, told | {"output": "7 degrees and rain"}]
+    second = client.responses.create(input=items, tools=[WEATHER], **GREEDY)
+    assert "7" in second.output_text
+
+
+def test_a_class_is_parsed(client: openai.OpenAI) -> None:
+    asked = "Write as JSON with the key name: Anna is here."
+    parsed = client.responses.parse(input=asked, text_format=Person, **GREEDY).output_parsed
+    assert parsed == Person(name="Anna")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"previous_response_id": "resp_1"},
+        {"background": True},
+        {"truncation": "auto"},
+        {"conversation": "conv_1"},
+        {"max_tool_calls": 3},
+        {"tools": [{"type": "web_search"}]},
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        {"input": []},
+    ],
+    ids=str,
+)
+def test_what_is_not_served_is_refused_by_name(client: openai.OpenAI, more: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match=f"`{next(iter(more))}"):
+        client.responses.create(**GREEDY | {"input": "a"} | more)
+
+
+async def test_a_resumable_stream_is_read_again(tmp_path: Path) -> None:
+    served = await start(tmp_path)
+    body = {"input": "a", "max_output_tokens": 4, "stream": True, "resumable": True}
+    async with client_of(served) as client:
+        first = await client.post("/v1/responses", json=body)
+        again = await client.get(f"/v1/streams/{first.headers['x-stream-id']}?after=2")
+    events = first.text.split("\n\n")
+    assert again.text.split("\n\n") == events[2:]
+    assert events[2].splitlines()[1] == "event: response.output_item.added"
