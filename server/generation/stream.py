@@ -101,8 +101,8 @@ class ChoiceDetokenizer:
         )
         text, stop = self._stops.push(parsed.text, search=token.index + 1 >= request.min_new_tokens)
         finish = "stop_sequence" if stop is not None else token.finish
-        if finish is not None and stop is None:
-            text += self._stops.flush()
+        if stop is None and (finish is not None or parsed.calls):
+            text += self._stops.flush()  # No stop string goes on in a call.
         reason: str | int | None = stop
         if finish == "eos_token" and token.token in request.stop_token_ids:
             reason = token.token

@@ -36,6 +36,30 @@ TextBlocks = Annotated[
 ]
 
 
+class ResultBlock(Body):
+    """A block of a tool's result."""
+
+    type: fields.Name
+    """The model is told of an image or another thing that is no text that it cannot be shown."""
+    text: fields.Text | None = None
+    """The text."""
+    source: fields.Json = None
+    """Accepted: the model reads text alone."""
+    cache_control: fields.Json = None
+    """Accepted: the prefix cache needs no marks."""
+
+    @property
+    def shown(self) -> str:
+        """What the model reads."""
+        return f"({self.type} that cannot be shown)" if self.text is None else self.text
+
+
+ResultBlocks = Annotated[
+    Annotated[list[ResultBlock], Field(max_length=1024, fail_fast=True)],
+    BeforeValidator(_in_blocks, fields.Text | list[ResultBlock]),
+]
+
+
 class Block(Body):
     """A block of a message: text, a thought, the use of a tool, or its result."""
 
@@ -53,8 +77,8 @@ class Block(Body):
     """The tool's arguments."""
     tool_use_id: fields.Name = ""
     """Of a result, the id of the tool's use."""
-    content: TextBlocks | None = None
-    """The result, a text or blocks of text."""
+    content: ResultBlocks | None = None
+    """The result, a text or blocks."""
     is_error: bool | None = None
     """Whether the result is an error, which the model is told by the word before it."""
     signature: fields.Json = None
@@ -74,8 +98,9 @@ Blocks = Annotated[
 class Message(Body):
     """A message of a conversation."""
 
-    role: Literal["user", "assistant"]
-    """The author of the message."""
+    role: Literal["user", "assistant", "system"]
+    """The author of the message. A system's within the conversation is written as the user's, where
+    it stands, since few chat templates take one there."""
     content: Blocks
     """A text, or blocks."""
 
@@ -109,8 +134,8 @@ class ToolChoice(Body):
 class Thinking(Body):
     """Whether the model thinks before it answers, if its chat template can say so."""
 
-    type: Literal["enabled", "disabled", "adaptive"]
-    """Both `enabled` and `adaptive` turn thoughts on."""
+    type: fields.Name
+    """Everything but `disabled` turns thoughts on."""
 
 
 class OutputFormat(Body):
@@ -149,6 +174,8 @@ class CountBody(Body):
     """Default: as the chat template has it."""
     output_config: OutputConfig | None = None
     """Default: text of any form."""
+    output_format: OutputFormat | None = None
+    """The older name of `output_config.format`."""
 
     def as_chat(self) -> chat_fields.ChatBody:
         """The same request to /v1/chat/completions. Raises InvalidRequest."""
@@ -159,7 +186,7 @@ class CountBody(Body):
         texts = [block.text for block in self.system or () if not block.text.startswith(BILLING)]
         if system := "\n".join(texts):
             messages.insert(0, {"role": "system", "content": system})
-        value: dict[str, Any] = {"messages": [*_joined(messages)]}
+        value: dict[str, Any] = {"messages": [*chat_fields.joined(messages)]}
         last = value["messages"][-1]
         if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
             value["continue_final_message"] = True
@@ -191,11 +218,11 @@ class CountBody(Body):
         if self.thinking is not None:
             on = self.thinking.type != "disabled"
             value["chat_template_kwargs"] = {"enable_thinking": on}
-        if self.output_config is not None:
-            value["reasoning_effort"] = self.output_config.effort
-            if (format := self.output_config.format) is not None:
-                schema = {"name": "output", "schema": format.schema_}
-                value["response_format"] = {"type": "json_schema", "json_schema": schema}
+        config = self.output_config or OutputConfig()
+        value["reasoning_effort"] = config.effort
+        if (format := config.format or self.output_format) is not None:
+            schema = {"name": "output", "schema": format.schema_}
+            value["response_format"] = {"type": "json_schema", "json_schema": schema}
         return value
 
 
@@ -234,7 +261,8 @@ def _messages(given: Message) -> Iterator[dict[str, Any]]:
     """The messages of OpenAI's dialect that one of Anthropic's is: results of tools are messages
     of their own.
     """
-    message: dict[str, Any] = {"role": given.role, "content": ""}
+    role = "assistant" if given.role == "assistant" else "user"
+    message: dict[str, Any] = {"role": role, "content": ""}
     for block in given.content:
         if block.type == "text":
             message["content"] += block.text
@@ -244,26 +272,8 @@ def _messages(given: Message) -> Iterator[dict[str, Any]]:
             call = {"name": block.name, "arguments": block.input}
             message.setdefault("tool_calls", []).append({"id": block.id, "function": call})
         elif block.type == "tool_result":
-            text = "".join(part.text for part in block.content or ())
+            text = "\n".join(part.shown for part in block.content or ())
             text = f"Error: {text}" if block.is_error else text
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
-    if len(message) > 2 or message["content"]:
+    if not given.content or any(block.type != "tool_result" for block in given.content):
         yield message
-
-
-def _joined(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The messages, of which neighbours that only have text and the same author are one."""
-    before: dict[str, Any] | None = None
-    for message in messages:
-        if (
-            before is not None
-            and before.keys() == message.keys() == {"role", "content"}
-            and (before["role"] == message["role"])
-        ):
-            before["content"] += "\n" + message["content"]
-            continue
-        if before is not None:
-            yield before
-        before = message
-    if before is not None:
-        yield before

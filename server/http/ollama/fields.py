@@ -112,10 +112,10 @@ class OllamaBody(Body):
 
     def thinking(self) -> dict[str, Any]:
         """The fields of OpenAI's chat that `think` stands for."""
-        if self.think is None:
-            return {}
-        effort = {True: "medium", False: "none"}.get(self.think, self.think)
-        return {"reasoning_effort": effort}
+        if self.think is None or isinstance(self.think, str):
+            return {"reasoning_effort": self.think} if self.think else {}
+        turned = {"chat_template_kwargs": {"enable_thinking": self.think}}
+        return turned if self.think else turned | {"reasoning_effort": "none"}
 
 
 class GenerateBody(OllamaBody):

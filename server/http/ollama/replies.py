@@ -30,7 +30,8 @@ async def request_of(generation: Generation, body: GenerateBody | ChatBody, clie
     ignored = [name for name in ("truncate", "shift") if getattr(body, name)]
     if body.is_chat(generation):
         chat = body.as_chat(generation)
-        ignored += ["think"] if chat.fit(generation.texts.variables) else []
+        told, given = chat.fit(generation.texts.variables), body.thinking()
+        ignored += ["think"] if given and len(told) == len(given) else []
         request = await ChatReply.prepare(generation, chat, client)
     else:
         assert isinstance(body, GenerateBody)

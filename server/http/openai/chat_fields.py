@@ -1,7 +1,7 @@
 """Request body of /v1/chat/completions, its messages and its tools."""
 
 import json
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -42,7 +42,7 @@ def _not_reserved(variables: dict[str, Any]) -> dict[str, Any]:
 TemplateVariables = Annotated[
     dict[fields.Name, fields.Json], Field(max_length=64), AfterValidator(_not_reserved)
 ]
-FunctionName = Annotated[str, Field(max_length=64, pattern="^[A-Za-z0-9_.-]{1,64}$")]
+FunctionName = Annotated[str, Field(max_length=128, pattern="^[A-Za-z0-9_.-]{1,128}$")]
 
 
 class TextPart(Body):
@@ -179,11 +179,30 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return plain
 
 
+def joined(messages: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The messages, of which neighbours of the same author are one, as other APIs write them: chat
+    templates expect that authors alternate.
+    """
+    before: dict[str, Any] = {}
+    for message in messages:
+        if before.get("role") == message["role"] != "tool":
+            texts = before["content"], message["content"]
+            calls = [*before.get("tool_calls", ()), *message.get("tool_calls", ())]
+            before = before | message | {"content": "\n".join(filter(None, texts))}
+            before |= {"tool_calls": calls} if calls else {}
+            continue
+        if before:
+            yield before
+        before = message
+    if before:
+        yield before
+
+
 class Function(Body):
     """A function that the model may call."""
 
     name: FunctionName
-    """The function's name: up to 64 letters, digits, `_`, `.` and `-`."""
+    """The function's name: up to 128 letters, digits, `_`, `.` and `-`."""
     description: fields.Text = ""
     """What it does, for the model."""
     parameters: fields.JsonObject = Field(default={"type": "object", "properties": {}})

@@ -9,9 +9,35 @@ from server.http import fields
 from server.http.body import check
 from server.http.fields import Body
 from server.http.openai import chat_fields
-from server.http.openai.chat_fields import FunctionName, TextParts
+from server.http.openai.chat_fields import FunctionName
 
 LOGPROBS = "message.output_text.logprobs"
+
+
+class ItemPart(Body):
+    """A part of an item: text. Images and files are not supported."""
+
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "refusal"]
+    """The kind of text."""
+    text: fields.Text = ""
+    """The text."""
+    refusal: fields.Text = ""
+    """The text of a refusal."""
+
+    @property
+    def shown(self) -> str:
+        """What the model reads."""
+        return self.text or self.refusal
+
+
+def _in_parts(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+ItemParts = Annotated[
+    Annotated[list[ItemPart], Field(max_length=1024, fail_fast=True)],
+    BeforeValidator(_in_parts, fields.Text | list[ItemPart]),
+]
 
 
 class Item(Body):
@@ -21,7 +47,7 @@ class Item(Body):
     """The kind of item."""
     role: Literal["system", "developer", "user", "assistant"] = "user"
     """The author of a message."""
-    content: TextParts | None = None
+    content: ItemParts | None = None
     """The text of a message, or parts of text. Images and files are not supported."""
     call_id: fields.Name = ""
     """The id of a call, which its output repeats."""
@@ -29,16 +55,16 @@ class Item(Body):
     """The function's name."""
     arguments: fields.Text = ""
     """The function's arguments, JSON text."""
-    output: TextParts | None = None
+    output: ItemParts | None = None
     """What the function returned."""
     id: fields.Json = None
     """Accepted: nothing is stored."""
     status: fields.Json = None
     """Accepted: it changes nothing."""
     summary: fields.Json = None
-    """Accepted: thoughts are not given to the model again."""
+    """Accepted: of a thought the model reads `content`."""
     encrypted_content: fields.Json = None
-    """Accepted: thoughts are not given to the model again."""
+    """Accepted: thoughts are never encrypted here."""
 
 
 def _in_items(value: Any) -> Any:
@@ -163,11 +189,9 @@ class ResponsesBody(Body):
     """How the text is written."""
     reasoning: Reasoning | None = None
     """How much the model thinks. Default: as the chat template has it."""
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
-        Field(default=None, max_length=16, fail_fast=True)
-    )
-    """`message.output_text.logprobs`: return the log-probability of each token of the text.
-    Thoughts are never encrypted."""
+    include: list[fields.Name] | None = Field(default=None, max_length=16, fail_fast=True)
+    """`message.output_text.logprobs`: return the log-probability of each token of the text. Other
+    things that may be included do not occur here."""
     store: bool | None = None
     """Accepted: nothing is stored, and the answer says so."""
     truncation: Literal["disabled"] | None = None
@@ -190,7 +214,7 @@ class ResponsesBody(Body):
         choice, options = self.tool_choice, self.text or TextOptions()
         logprobs = self.top_logprobs is not None or LOGPROBS in (self.include or ())
         value: dict[str, Any] = {
-            "messages": self._messages(),
+            "messages": [*chat_fields.joined(self._messages())],
             "temperature": self.temperature,
             "top_p": self.top_p,
             "logprobs": logprobs,
@@ -209,28 +233,24 @@ class ResponsesBody(Body):
             value["response_format"] = {"type": format.type} | wanted
         return check(value, chat_fields.ChatBody)[0]
 
-    def _messages(self) -> list[dict[str, Any]]:
-        messages: list[dict[str, Any]] = []
+    def _messages(self) -> Iterator[dict[str, Any]]:
         if self.instructions:
-            messages.append({"role": "system", "content": self.instructions})
-        calls: list[dict[str, Any]] = []
+            yield {"role": "system", "content": self.instructions}
+        thought = {}
         for item in self.input:
-            if item.type == "function_call":
+            text = "".join(part.shown for part in item.content or ())
+            if item.type == "reasoning":
+                thought = {"reasoning_content": text} if text else {}
+            elif item.type == "function_call":
                 function = {"name": item.name, "arguments": item.arguments}
-                calls.append({"id": item.call_id, "type": "function", "function": function})
-                continue
-            messages += _calling(calls)
-            calls = []
-            if item.type == "function_call_output":
-                content = "".join(part.text for part in item.output or ())
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
-            elif item.type == "message":
-                content = "".join(part.text for part in item.content or ())
-                messages.append({"role": item.role, "content": content})
-        return [*messages, *_calling(calls)]
-
-
-def _calling(calls: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The assistant's message with these calls, if there are some."""
-    if calls:
-        yield {"role": "assistant", "content": "", "tool_calls": calls}
+                call = {"id": item.call_id, "type": "function", "function": function}
+                yield {"role": "assistant", "content": "", "tool_calls": [call]} | thought
+                thought = {}
+            elif item.type == "function_call_output":
+                text = "".join(part.shown for part in item.output or ())
+                yield {"role": "tool", "tool_call_id": item.call_id, "content": text}
+            elif item.role == "assistant":
+                yield {"role": "assistant", "content": text} | thought
+                thought = {}
+            else:
+                yield {"role": item.role, "content": text}

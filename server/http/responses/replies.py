@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 from server.generation.admission import Reservation
@@ -44,8 +44,10 @@ class ResponsesReply(Reply):
         self.num_top = chat.num_top
         self.output = Output(streams.choices[0])
         self.parts = Parts()
-        self.text_tokens: list[OutputToken] = []
-        """The tokens that have added text."""
+        self.held: list[OutputToken] = []
+        """Tokens whose text comes with a later one."""
+        self.tokens: dict[int, list[list[OutputToken]]] = {}
+        """Numbers of parts of text -> the tokens of each text that was added."""
         self.num_thought_tokens = 0
         self.id = streams.reservation.reply_id
         self.numbers = count()
@@ -61,7 +63,7 @@ class ResponsesReply(Reply):
             "model": model,
             "error": None,
             "tools": [],
-            "tool_choice": body.model_dump(exclude_unset=True).get("tool_choice") or "auto",
+            "tool_choice": body.model_dump(include={"tool_choice"})["tool_choice"] or "auto",
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "text": {"format": {"type": "text"}},
             "truncation": "disabled",
@@ -90,9 +92,14 @@ class ResponsesReply(Reply):
 
     def _take(self, piece: Piece) -> Iterator[Change]:
         new = self.output.take(piece)
-        self.text_tokens += new if piece.text else []
         self.num_thought_tokens += bool(piece.thought)
-        return self.parts.take(piece)
+        self.held += new if not (piece.thought or piece.calls) else []
+        for change in self.parts.take(piece):
+            what, index, part, _ = change
+            if what == "add" and part.kind == "text":
+                self.tokens.setdefault(index, []).append(self.held)
+                self.held = []
+            yield change
 
     def first_chunks(self) -> list[dict[str, Any]]:
         response = self._response("in_progress", [])
@@ -102,32 +109,33 @@ class ResponsesReply(Reply):
         ]
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        num_before = len(self.text_tokens)
-        changes = self._take(piece)
-        return [*self._events(changes, self.text_tokens[num_before:])]
+        return [*self._events(self._take(piece))]
 
     def last_chunks(self) -> list[dict[str, Any]]:
-        ended = [*self._events(self.parts.end(), [])]
+        ended = [*self._events(self.parts.end())]
         response = self.full_response()
         return [*ended, self._event(f"response.{response['status']}", response=response)]
 
     def full_response(self) -> dict[str, Any]:
-        items = [self._item(index, part, "completed") for index, part in enumerate(self.parts.all)]
+        items = [
+            self._item(index, part, self._status(index))
+            for index, part in enumerate(self.parts.all)
+        ]
         is_cut = self.output.finish == "length"
         return self._response("incomplete" if is_cut else "completed", items)
 
     def _event(self, type: str, **more: Any) -> dict[str, Any]:
         return {"type": type, "sequence_number": next(self.numbers)} | more
 
-    def _events(
-        self, changes: Iterable[Change], tokens: list[OutputToken]
-    ) -> Iterator[dict[str, Any]]:
+    def _events(self, changes: Iterable[Change]) -> Iterator[dict[str, Any]]:
         for what, index, part, added in changes:
             name, place = DELTAS[part.kind], {"output_index": index}
             of_item = place | {"item_id": self._item_id(index, part)}
             has_content = part.kind != "call"
             at = of_item | ({"content_index": 0} if has_content else {})
-            logprobs = {"logprobs": self._logprobs(tokens)} if part.kind == "text" else {}
+            new = self.tokens.get(index, [])[-1:] if what == "add" else None
+            is_text = part.kind == "text"
+            logprobs = {"logprobs": self._logprobs(index, new)} if is_text else {}
             if what == "begin":
                 item = self._item(index, part, "in_progress")
                 content = item.pop("content", None)
@@ -142,11 +150,16 @@ class ResponsesReply(Reply):
                 field = "text" if has_content else "arguments"
                 whole = {field: part.text} | ({} if has_content else {"name": part.name})
                 yield self._event(f"{name}.done", **at, **whole, **logprobs)
-                item = self._item(index, part, "completed")
+                item = self._item(index, part, self._status(index))
                 if has_content:
                     ended = item["content"][0]
                     yield self._event("response.content_part.done", **at, part=ended)
                 yield self._event("response.output_item.done", **place, item=item)
+
+    def _status(self, index: int) -> str:
+        """Of an item that has ended: a limit of tokens cuts the last one."""
+        is_cut = self.output.finish == "length" and index == len(self.parts.all) - 1
+        return "incomplete" if is_cut else "completed"
 
     def _item_id(self, index: int, part: Part) -> str:
         return f"{PREFIXES[part.kind]}_{self.id}_{index}"
@@ -162,13 +175,17 @@ class ResponsesReply(Reply):
             content = {"type": "reasoning_text", "text": part.text}
             return item | {"type": "reasoning", "summary": [], "content": [content]}
         shown: dict[str, Any] = {"type": "output_text", "text": part.text, "annotations": []}
-        shown["logprobs"] = self._logprobs(self.text_tokens) if part.text else []
+        shown["logprobs"] = self._logprobs(index)
         item |= {"type": "message", "status": status, "role": "assistant"}
         return item | {"content": [shown]}
 
-    def _logprobs(self, tokens: list[OutputToken]) -> list[dict[str, Any]]:
+    def _logprobs(
+        self, index: int, added: list[list[OutputToken]] | None = None
+    ) -> list[dict[str, Any]]:
+        """Those of the tokens `added` to a part, by default of all."""
         if self.num_top is None:
             return []
+        tokens = chain.from_iterable(self.tokens.get(index, []) if added is None else added)
         return [
             self._entry(token.id, token.logprob)
             | {"top_logprobs": [self._entry(*top) for top in [*token.top][: self.num_top]]}

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from server import protocol
 from server.generation.request import Choice, Request
 from server.generation.stream import ChoiceDetokenizer, Piece
+from server.text.calls.parser import CallDelta, Parsed
 from server.text.codec import TextCodec
 from tests.server.text.test_codec import byte_ids
 from tests.support.checkpoints import make_tokenizer
@@ -173,3 +174,24 @@ def codec_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
     make_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
+
+
+class Calling:
+    """A parser of replies that takes every `b` for a call."""
+
+    def push(self, token: int | None, text: str, special: bool, is_last: bool) -> Parsed:
+        return Parsed(calls=(CallDelta(0, "f", "{"),)) if text == "b" else Parsed(text)
+
+
+def test_text_that_may_begin_a_stop_string_comes_before_a_call(codec: TextCodec) -> None:
+    parser: Any = Calling
+    request = Request(
+        [1], protocol.Sampling(), stop_strings=("<<x",), keep_stop=False, parser=parser
+    )
+    made = pieces(codec, byte_ids(codec, b"a<<ba"), request)
+    assert [(piece.text, len(piece.calls)) for piece in made][:4] == [
+        ("a", 0),
+        ("", 0),
+        ("", 0),
+        ("<<", 1),
+    ]

@@ -15,7 +15,8 @@ import msgspec
 import pytest
 
 from server.config import EMBEDDED_MODEL, ServerSection
-from server.http.anthropic.fields import BILLING
+from server.http.anthropic.fields import BILLING, CountBody
+from server.http.body import check
 from tests.conftest import CHAT_TEMPLATE
 from tests.support.checkpoints import make_tokenizer
 from tests.support.fake_engine import READY, FakeEngine, Served, serve
@@ -165,6 +166,39 @@ async def test_neighbours_of_one_author_are_one_message(tmp_path: Path) -> None:
     before = prompt(served)
     await post(served, {"messages": [{"role": "user", "content": each} for each in "ab"]})
     assert prompt(served) == before
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([{"role": "user", "content": ""}], [("user", "")]),
+        ([{"role": "user", "content": []}], [("user", "")]),
+        (
+            [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}],
+            [("user", "a\nb")],
+        ),
+        (
+            [
+                {"role": "assistant", "content": "a"},
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f"}]},
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "tool_result", "tool_use_id": "1", "is_error": True}
+                        | {"content": [{"type": "image", "source": {}}]},
+                        {"type": "text", "text": "b"},
+                    ],
+                },
+            ],
+            [("assistant", "a"), ("tool", "Error: (image that cannot be shown)"), ("user", "b")],
+        ),
+    ],
+)
+def test_messages_in_openai(messages: Any, expected: list[tuple[str, str]]) -> None:
+    body, _ = check({"messages": messages}, CountBody)
+    chat = body.as_chat()
+    texts = ["".join(part.text for part in each.content or ()) for each in chat.messages]
+    assert [(e.role, text) for e, text in zip(chat.messages, texts, strict=True)] == expected
 
 
 async def test_the_end_of_the_context_is_told(tmp_path: Path) -> None:

@@ -113,6 +113,7 @@ OF_MESSAGES: dict[str, tuple[dict[str, Any], Any]] = {
     "tool_choice": ({"tools": [USED]}, {"type": "any"}),
     "thinking": ({}, {"type": "disabled"}),
     "output_config": ({}, {"format": {"type": "json_schema", "schema": SCHEMA}}),
+    "output_format": ({}, {"type": "json_schema", "schema": SCHEMA}),
 }
 OLLAMA = {"num_predict": 8, "temperature": 0, "seed": 1}
 OF_OLLAMA: dict[str, tuple[dict[str, Any], Any]] = {
@@ -409,7 +410,11 @@ ELSEWHERE = {
     GenerateBody: {"timeout_s", "resumable", "cache_salt"},
     MessagesBody: {"resumable"},
     ResponsesBody: {"resumable"},
-    CountBody: {"tool_choice", "output_config"},  # They are the body's of /v1/messages too.
+    CountBody: {
+        "tool_choice",
+        "output_config",
+        "output_format",
+    },  # They are the body's of /v1/messages too.
     DecisionBody: {"timeout_s", "cache_salt"},
     SystemBody: {"timeout_s", "cache_salt"},
     InfillBody: {"t_max_predict_ms", "n_indent", "resumable", "cache_prompt"},

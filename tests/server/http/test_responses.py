@@ -12,6 +12,9 @@ import pytest
 from pydantic import BaseModel
 
 from server.config import EMBEDDED_MODEL
+from server.http.body import check
+from server.http.openai.chat_fields import plain_messages
+from server.http.responses.fields import ResponsesBody
 from tests.server.http.test_anthropic import start
 from tests.server.http.test_routes import client_of
 from tests.support.processes import ServerProcess
@@ -19,6 +22,7 @@ from tests.support.processes import ServerProcess
 ASK = "What is the weather in Oslo?"
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: Any = {"type": "function", "name": "get_weather", "parameters": CITY}
+THOUGHT = {"type": "reasoning_text", "text": "hm"}
 GREEDY: dict[str, Any] = {"model": "embedded", "temperature": 0, "max_output_tokens": 64}
 
 
@@ -109,6 +113,38 @@ def test_a_class_is_parsed(client: openai.OpenAI) -> None:
 def test_what_is_not_served_is_refused_by_name(client: openai.OpenAI, more: Any) -> None:
     with pytest.raises(openai.BadRequestError, match=f"`{next(iter(more))}"):
         client.responses.create(**GREEDY | {"input": "a"} | more)
+
+
+def test_items_are_the_messages_of_a_chat() -> None:
+    thought = {"type": "reasoning", "summary": [], "content": [THOUGHT], "id": "rs_1"}
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "1", "output": "c"}
+    said = {"role": "assistant", "content": [{"type": "refusal", "refusal": "b"}]}
+    items = [{"role": "user", "content": "a"}, thought, said, call, call | {"call_id": "2"}, output]
+    chat = check({"input": items}, ResponsesBody)[0].as_chat()
+    user, assistant, tool = plain_messages(chat.messages)
+    assert (user["content"], tool["content"], tool["name"]) == ("a", "c", "f")
+    assert (assistant["content"], assistant["reasoning_content"]) == ("b", "hm")
+    assert [call["id"] for call in assistant["tool_calls"]] == ["1", "2"]
+
+
+def test_a_cut_call_is_incomplete(client: openai.OpenAI) -> None:
+    given = GREEDY | {"max_output_tokens": 10}
+    cut = client.responses.create(input=ASK, tools=[WEATHER], **given)
+    assert [item.status for item in cut.output] == ["incomplete"]  # type: ignore[union-attr]
+
+
+def test_log_probabilities_are_those_of_the_text(client: openai.OpenAI) -> None:
+    included: Any = ["message.output_text.logprobs"]
+    with client.responses.stream(input="What is 3 + 4?", include=included, **GREEDY) as stream:
+        events: list[Any] = [*stream]
+    streamed = [e for event in events if event.type.endswith("text.delta") for e in event.logprobs]
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    (message,) = events[-1].response.output
+    shown = message.content[0].logprobs
+    assert "".join(entry.token for entry in shown) == message.content[0].text
+    assert [e.logprob for e in streamed] == [e.logprob for e in done.logprobs]
+    assert [e.logprob for e in streamed] == [e.logprob for e in shown]
 
 
 async def test_a_resumable_stream_is_read_again(tmp_path: Path) -> None:
