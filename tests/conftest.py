@@ -116,6 +116,16 @@ def embedded_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def pretrained_server() -> Iterator[ServerProcess]:
+    """A running server of the embedded model with its own chat template, one for each test
+    process.
+    """
+    server = ServerProcess(EMBEDDED, "--server.model_name", "embedded")
+    yield server
+    assert server.stop() == 0
+
+
+@pytest.fixture(scope="session")
 def embedded_server(embedded_folder: Path) -> Iterator[ServerProcess]:
     """A running server of it, one for each test process."""
     server = ServerProcess(embedded_folder, "--cache.pages", "512")

@@ -7,6 +7,7 @@ into text. It knows nothing of HTTP, the fields of bodies or server-sent events.
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from importlib.metadata import version
 from typing import Any
@@ -190,6 +191,13 @@ class Generation:
                 f"`top_k` must be at most the vocabulary's {vocab_size}. Given: {sampling.top_k}",
                 param="top_k",
             )
+
+    def within_context(self, request: Request, most: int | None) -> Request:
+        """The request with up to `most` new tokens, or as many as the context holds if that is
+        less; all that it holds for None and -1.
+        """
+        left = max(1, self.max_total_tokens - len(request.prompt))
+        return replace(request, max_new_tokens=None if most in (None, -1) else min(most, left))
 
     def max_new_tokens(self, request: Request) -> int:
         """Most tokens to generate for a request. Raises InvalidRequest where its prompt is empty or

@@ -36,9 +36,8 @@ class Reply(Protocol):
 
     streams: OpenStreams
     form: sse.Form = sse.EVENTS
-    prefix: bytes = sse.PREFIX
-    """What the events of a stream begin with, before the fields of a chunk: that of the form, or
-    of sse.prefix_of."""
+    prefix: bytes = b""
+    """Of sse.prefix_of, in place of the form's."""
 
     def first_chunks(self) -> list[dict[str, Any]]:
         """The chunks that a stream sends before its first piece."""
@@ -176,7 +175,7 @@ async def full_response(reply: Reply) -> Any:
 
 
 def _error_event(dialect: Dialect, form: sse.Form, error: RequestError) -> bytes:
-    return sse.written(error_body(error, dialect), form, form.prefix)
+    return sse.event(error_body(error, dialect), form)
 
 
 class ReplyEvents:
@@ -236,4 +235,4 @@ class ReplyEvents:
 
     def _add(self, events: list[bytes], chunks: Iterable[dict[str, Any]]) -> None:
         for chunk in chunks:
-            events.append(sse.written(chunk, self._reply.form, self._reply.prefix))
+            events.append(sse.event(chunk, self._reply.form, self._reply.prefix))

@@ -44,11 +44,14 @@ _JSON_TYPES = {
 Model = TypeVar("Model", bound=BaseModel)
 
 
-async def read_model(request: Request, schema: type[Model], section: ServerSection) -> Model:
-    """The body as a `schema`; the response tells the fields of it that are ignored. Raises
-    MalformedBody, UnsupportedMedia, BodyTooLarge or InvalidRequest.
+async def read_model(
+    request: Request, schema: type[Model], section: ServerSection, any_type: bool = False
+) -> Model:
+    """The body as a `schema`; the response tells the fields of it that are ignored. `any_type`:
+    whatever its content type says. Raises MalformedBody, UnsupportedMedia, BodyTooLarge or
+    InvalidRequest.
     """
-    value = await read_value(request, section.max_body_bytes)
+    value = await read_value(request, section.max_body_bytes, any_type)
     body, exchange_of(request).ignored = check(value, schema, section.strict_fields)
     return body
 

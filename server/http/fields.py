@@ -138,6 +138,11 @@ def text_or_list(value: Any) -> Any:
     raise PydanticCustomError("string_or_array_type", "must be a string or an array")
 
 
+def as_parts(value: Any) -> Any:
+    """A text as a list of one part."""
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
 def check_logit_bias(bias: dict[str, float] | None, name: str) -> None:
     """Raises ValueError if a key is not a token id."""
     for key in bias or {}:

@@ -4,13 +4,13 @@ tools, one after the other. Knows no dialect.
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from server.generation.stream import Piece
 
 Change = tuple[Literal["begin", "add", "end"], int, "Part", str]
-"""(what happens, the part's number, the part, the text that is added)"""
+"""(what happens, the part's number, the part as it then is, the text that is added)"""
 
 
 @dataclass(slots=True)
@@ -41,8 +41,11 @@ class Parts:
     def __init__(self) -> None:
         self.all: list[Part] = []
 
-    def take(self, piece: Piece) -> Iterator[Change]:
-        """Adds a piece of an answer, as far as the iterator is read."""
+    def take(self, piece: Piece) -> list[Change]:
+        """Adds a piece of an answer."""
+        return [*self._take(piece)]
+
+    def _take(self, piece: Piece) -> Iterator[Change]:
         for kind, text in (("thought", piece.thought), ("text", piece.text)):
             if text:
                 if not self.all or self.all[-1].kind != kind:
@@ -62,7 +65,7 @@ class Parts:
     def _begin(self, part: Part) -> Iterator[Change]:
         yield from self.end()
         self.all.append(part)
-        yield "begin", len(self.all) - 1, part, ""
+        yield "begin", len(self.all) - 1, replace(part), ""
 
     def _add(self, text: str) -> Change:
         self.all[-1].text += text

@@ -45,11 +45,12 @@ NAMED_EVENTS = EVENTS._replace(named=True)
 LINES = Form("application/x-ndjson", b"{", b"\n", b"")
 
 
-def event(data: dict[str, Any], prefix: bytes = PREFIX, end: bytes = EVENTS.end) -> bytes:
-    """An event with a JSON object, which has no line breaks and so fits in one data line. `prefix`:
-    of a Form, or of `prefix_of`.
+def event(data: dict[str, Any], form: Form = EVENTS, prefix: bytes = b"") -> bytes:
+    """A JSON object, which has no line breaks and so fits in one line, as `form` writes it.
+    `prefix`: of `prefix_of`, in place of the form's.
     """
-    return prefix + _encode(data)[1:] + end
+    name = f"event: {data.get('type', 'error')}\n".encode() if form.named else b""
+    return name + (prefix or form.prefix) + _encode(data)[1:] + form.end
 
 
 def prefix_of(head: dict[str, Any]) -> bytes:
@@ -57,12 +58,6 @@ def prefix_of(head: dict[str, Any]) -> bytes:
     encoded once for all of them.
     """
     return PREFIX + _encode(head)[1:-1] + b","
-
-
-def written(data: dict[str, Any], form: Form, prefix: bytes) -> bytes:
-    """An object of a stream. `prefix`: that of the form, or of `prefix_of`."""
-    name = f"event: {data.get('type', 'error')}\n".encode() if form.named else b""
-    return name + event(data, prefix, form.end)
 
 
 class Source(Protocol):

@@ -15,10 +15,6 @@ BILLING = "x-anthropic-billing-header:"
 the model, and would leave nothing of a prompt to be found in the prefix cache."""
 
 
-def _in_blocks(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
 class TextBlock(Body):
     """A block of text."""
 
@@ -32,7 +28,7 @@ class TextBlock(Body):
 
 TextBlocks = Annotated[
     Annotated[list[TextBlock], Field(max_length=1024, fail_fast=True)],
-    BeforeValidator(_in_blocks, fields.Text | list[TextBlock]),
+    BeforeValidator(fields.as_parts, fields.Text | list[TextBlock]),
 ]
 
 
@@ -56,7 +52,7 @@ class ResultBlock(Body):
 
 ResultBlocks = Annotated[
     Annotated[list[ResultBlock], Field(max_length=1024, fail_fast=True)],
-    BeforeValidator(_in_blocks, fields.Text | list[ResultBlock]),
+    BeforeValidator(fields.as_parts, fields.Text | list[ResultBlock]),
 ]
 
 
@@ -91,7 +87,7 @@ class Block(Body):
 
 Blocks = Annotated[
     Annotated[list[Block], Field(max_length=1024, fail_fast=True)],
-    BeforeValidator(_in_blocks, fields.Text | list[Block]),
+    BeforeValidator(fields.as_parts, fields.Text | list[Block]),
 ]
 
 

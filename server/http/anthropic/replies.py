@@ -25,7 +25,7 @@ DELTAS = {
 class MessagesReply(Reply):
     """An answer of /v1/messages. `is_cut`: the context holds fewer tokens than `max_tokens`."""
 
-    form, prefix = sse.NAMED_EVENTS, sse.NAMED_EVENTS.prefix
+    form = sse.NAMED_EVENTS
 
     def __init__(self, model: str, streams: OpenStreams, is_cut: bool) -> None:
         self.model = model
@@ -42,21 +42,20 @@ class MessagesReply(Reply):
         chat = body.as_chat()
         ignored = ["thinking"] if chat.fit(generation.texts.variables) else []
         request = await ChatReply.prepare(generation, chat, reservation.client)
-        left = max(1, generation.max_total_tokens - len(request.prompt))
-        most = min(body.max_tokens, left)
-        request = replace(request, max_new_tokens=most, ignored=[*ignored, *request.ignored])
-        return cls(model, generation.start([request], reservation), most < body.max_tokens)
+        request = generation.within_context(request, body.max_tokens)
+        is_cut = request.max_new_tokens != body.max_tokens
+        request = replace(request, ignored=[*ignored, *request.ignored])
+        return cls(model, generation.start([request], reservation), is_cut)
 
     def take(self, piece: Piece) -> list[Change]:
         self.output.take(piece)
-        return [*self.parts.take(piece)]
+        return self.parts.take(piece)
 
     def first_chunks(self) -> list[dict[str, Any]]:
         return [{"type": "message_start", "message": self._message([], None, None)}]
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        self.output.take(piece)
-        return [*self._events(self.parts.take(piece))]
+        return [*self._events(self.take(piece))]
 
     def last_chunks(self) -> list[dict[str, Any]]:
         reason, stop = self._ending()

@@ -129,11 +129,9 @@ class LlamaCppReply(Reply):
         sampling = await body.draws(generation, reservation.client)
         grammar = await generation.texts.grammar(body.source(), reservation.client)
         for filling in await body.prompts(generation, reservation.client):
-            most, left = body.n_predict, generation.max_total_tokens - len(filling.prompt)
             request = Request(
                 prompt=filling.prompt,
                 sampling=replace(sampling, seed=body.drawn_seed()),
-                max_new_tokens=None if most in (None, -1) else min(most, left),
                 stop_strings=tuple(body.stop or ()),
                 stop_token_ids=(*filling.stop_token_ids, *(body.stop_token_ids or ())),
                 ignore_eos=bool(body.ignore_eos),
@@ -145,6 +143,7 @@ class LlamaCppReply(Reply):
                 priority=body.priority or 0,
                 salt=salt(body.cache_prompt),
             )
+            request = generation.within_context(request, body.n_predict)
             requests += with_choices(request, body.n_cmpl or 1)
         return cls(body, model_id, generation, generation.start(requests, reservation))
 

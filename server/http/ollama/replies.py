@@ -43,19 +43,15 @@ async def request_of(generation: Generation, body: GenerateBody | ChatBody, clie
     if source := body.source:
         request = replace(request, grammar=await generation.texts.grammar(source, client))
     most = (body.options.num_predict if body.options else None) or -1
-    left = max(1, generation.max_total_tokens - len(request.prompt))
-    return replace(
-        request,
-        max_new_tokens=None if most < 0 else min(most, left),
-        num_top=(body.top_logprobs or 0) if body.logprobs else 0,
-        ignored=[*ignored, *request.ignored],
-    )
+    request = generation.within_context(request, max(most, -1))
+    num_top = (body.top_logprobs or 0) if body.logprobs else 0
+    return replace(request, num_top=num_top, ignored=[*ignored, *request.ignored])
 
 
 class OllamaReply(Reply):
     """An answer of /api/generate or /api/chat."""
 
-    form, prefix = sse.LINES, sse.LINES.prefix
+    form = sse.LINES
 
     def __init__(
         self,
@@ -86,12 +82,12 @@ class OllamaReply(Reply):
         return cls(body, model, generation, generation.start([request], reservation))
 
     def take(self, piece: Piece) -> list[OutputToken]:
-        for _ in self.parts.take(piece):
-            pass
+        self.parts.take(piece)
         return self.output.take(piece)
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        shown = self.take(piece) if self.body.logprobs else self.take(piece)[:0]
+        tokens = self.take(piece)
+        shown = tokens if self.body.logprobs else []
         # A call is whole when the next part has begun, or at the end.
         calls = self._calls(len(self.parts.all) - (piece.finish is None))
         said = self._said(piece.text, piece.thought, calls) | self._logprobs(shown)

@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response
 from server.errors import InvalidRequest, NotFound
 from server.http import sse
 from server.http.answer import Delivery
-from server.http.body import check, read_value
+from server.http.body import read_model
 from server.http.exchange import Dialect, exchange_of
 from server.http.handlers import Context, Handlers, ReadBody
 from server.http.model_names import TAG
@@ -81,11 +81,7 @@ class OllamaRoutes(Handlers):
         of another origin is told by its `Origin` header, and needs that of JSON, for which it has
         to ask first. Raises RequestError.
         """
-        if "origin" in http.headers:
-            return await super().read(http, schema)
-        value = await read_value(http, self.section.max_body_bytes, any_type=True)
-        body, exchange_of(http).ignored = check(value, schema, self.section.strict_fields)
-        return body
+        return await read_model(http, schema, self.section, "origin" not in http.headers)
 
     def _name(self, given: str | None) -> str:
         """The model's name in the answer: as the request has it. Raises NotFound."""
@@ -195,5 +191,5 @@ def _answered(objects: list[dict[str, Any]], stream: bool) -> Response:
     """Objects that need no generation."""
     if not stream:
         return JSONResponse(objects[-1])
-    lines = [sse.event(each, sse.LINES.prefix, sse.LINES.end) for each in objects]
+    lines = [sse.event(each, sse.LINES) for each in objects]
     return Response(b"".join(lines), media_type=sse.LINES.media_type)

@@ -58,9 +58,7 @@ Parts = Annotated[list[TextPart], Field(max_length=1024, fail_fast=True)]
 
 
 def _in_parts(value: Any) -> Any:
-    return (
-        [{"type": "text", "text": value}] if isinstance(fields.text_or_list(value), str) else value
-    )
+    return fields.as_parts(fields.text_or_list(value))
 
 
 TextParts = Annotated[Parts, BeforeValidator(_in_parts, fields.Text | Parts)]

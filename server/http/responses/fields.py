@@ -30,13 +30,9 @@ class ItemPart(Body):
         return self.text or self.refusal
 
 
-def _in_parts(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
 ItemParts = Annotated[
     Annotated[list[ItemPart], Field(max_length=1024, fail_fast=True)],
-    BeforeValidator(_in_parts, fields.Text | list[ItemPart]),
+    BeforeValidator(fields.as_parts, fields.Text | list[ItemPart]),
 ]
 
 

@@ -28,7 +28,7 @@ PREFIXES = {"thought": "rs", "text": "msg", "call": "fc"}
 class ResponsesReply(Reply):
     """An answer of /v1/responses."""
 
-    form, prefix = sse.NAMED_EVENTS, sse.NAMED_EVENTS.prefix
+    form = sse.NAMED_EVENTS
 
     def __init__(
         self,
@@ -81,25 +81,20 @@ class ResponsesReply(Reply):
         chat = body.as_chat()
         ignored = ["reasoning.effort"] if chat.fit(generation.texts.variables) else []
         request = await ChatReply.prepare(generation, chat, reservation.client)
-        left = max(1, generation.max_total_tokens - len(request.prompt))
-        most = min(body.max_output_tokens or left, left)
-        request = replace(request, max_new_tokens=most, ignored=[*ignored, *request.ignored])
+        request = generation.within_context(request, body.max_output_tokens)
+        request = replace(request, ignored=[*ignored, *request.ignored])
         return cls(body, chat, model, generation, generation.start([request], reservation))
 
-    def take(self, piece: Piece) -> None:
-        for _ in self._take(piece):
-            pass
-
-    def _take(self, piece: Piece) -> Iterator[Change]:
+    def take(self, piece: Piece) -> list[Change]:
         new = self.output.take(piece)
         self.num_thought_tokens += bool(piece.thought)
         self.held += new if not (piece.thought or piece.calls) else []
-        for change in self.parts.take(piece):
-            what, index, part, _ = change
+        changes = self.parts.take(piece)
+        for what, index, part, _ in changes:
             if what == "add" and part.kind == "text":
                 self.tokens.setdefault(index, []).append(self.held)
                 self.held = []
-            yield change
+        return changes
 
     def first_chunks(self) -> list[dict[str, Any]]:
         response = self._response("in_progress", [])
@@ -109,7 +104,7 @@ class ResponsesReply(Reply):
         ]
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        return [*self._events(self._take(piece))]
+        return [*self._events(self.take(piece))]
 
     def last_chunks(self) -> list[dict[str, Any]]:
         ended = [*self._events(self.parts.end())]
@@ -175,7 +170,7 @@ class ResponsesReply(Reply):
             content = {"type": "reasoning_text", "text": part.text}
             return item | {"type": "reasoning", "summary": [], "content": [content]}
         shown: dict[str, Any] = {"type": "output_text", "text": part.text, "annotations": []}
-        shown["logprobs"] = self._logprobs(index)
+        shown["logprobs"] = self._logprobs(index) if part.text else []
         item |= {"type": "message", "status": status, "role": "assistant"}
         return item | {"content": [shown]}
 

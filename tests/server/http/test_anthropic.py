@@ -2,7 +2,6 @@
 show.
 """
 
-import asyncio
 import hashlib
 import json
 from collections.abc import Iterator
@@ -11,15 +10,12 @@ from typing import Any
 
 import anthropic
 import httpx
-import msgspec
 import pytest
 
-from server.config import EMBEDDED_MODEL, ServerSection
 from server.http.anthropic.fields import BILLING, CountBody
 from server.http.body import check
-from tests.conftest import CHAT_TEMPLATE
-from tests.support.checkpoints import make_tokenizer
-from tests.support.fake_engine import READY, FakeEngine, Served, serve
+from tests.server.http.test_routes import client_of, make
+from tests.support.fake_engine import Served
 from tests.support.processes import ServerProcess
 
 ADD: list[Any] = [{"role": "user", "content": "What is 3 + 4?"}]
@@ -30,12 +26,10 @@ GREEDY: Any = {"max_tokens": 64, "extra_body": {"temperature": 0}}
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[anthropic.Anthropic]:
-    server = ServerProcess(EMBEDDED_MODEL, "--server.model_name", "embedded")
-    url = f"http://127.0.0.1:{server.port}"
+def client(pretrained_server: ServerProcess) -> Iterator[anthropic.Anthropic]:
+    url = f"http://127.0.0.1:{pretrained_server.port}"
     with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
         yield client
-    assert server.stop() == 0
 
 
 # --- its client
@@ -128,19 +122,8 @@ def test_what_is_not_served_is_said(
 # --- the wire
 
 
-async def start(folder: Path, engine: FakeEngine | None = None, **options: Any) -> Served:
-    make_tokenizer(()).save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    ready = msgspec.structs.replace(READY, vocab_size=261, capacity=128)
-    served = serve(folder, engine or FakeEngine(ready), ServerSection(**options))
-    while not served.client.admission.accepting:
-        await asyncio.sleep(0)
-    return served
-
-
 async def post(served: Served, body: dict[str, Any], **headers: str) -> httpx.Response:
-    transport = httpx.ASGITransport(served.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with client_of(served) as client:
         body = {"max_tokens": 4, "messages": ADD} | body
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         return await client.post("/v1/messages", json=body, headers=named)
@@ -151,7 +134,7 @@ def prompt(served: Served) -> str:
 
 
 async def test_a_block_that_differs_in_every_request_is_left_out(tmp_path: Path) -> None:
-    served = await start(tmp_path)
+    served = await make(tmp_path)
     text = {"type": "text", "text": "be brief"}
     billed = {"type": "text", "text": f"{BILLING} cc_version=1; cch=123"}
     await post(served, {"system": [text]})
@@ -161,7 +144,7 @@ async def test_a_block_that_differs_in_every_request_is_left_out(tmp_path: Path)
 
 
 async def test_neighbours_of_one_author_are_one_message(tmp_path: Path) -> None:
-    served = await start(tmp_path)
+    served = await make(tmp_path)
     await post(served, {"messages": [{"role": "user", "content": "a\nb"}]})
     before = prompt(served)
     await post(served, {"messages": [{"role": "user", "content": each} for each in "ab"]})
@@ -202,14 +185,14 @@ def test_messages_in_openai(messages: Any, expected: list[tuple[str, str]]) -> N
 
 
 async def test_the_end_of_the_context_is_told(tmp_path: Path) -> None:
-    answer = (await post(await start(tmp_path), {"max_tokens": 32000})).json()
+    answer = (await post(await make(tmp_path), {"max_tokens": 32000})).json()
     assert answer["stop_reason"] == "model_context_window_exceeded"
     usage = answer["usage"]
     assert usage["input_tokens"] + usage["output_tokens"] == 128
 
 
 async def test_a_key_is_taken_from_its_header(tmp_path: Path) -> None:
-    served = await start(tmp_path, api_keys=[hashlib.sha256(b"mine").hexdigest()])
+    served = await make(tmp_path, api_keys=[hashlib.sha256(b"mine").hexdigest()])
     assert (await post(served, {}, x_api_key="mine")).status_code == 200
     refused = await post(served, {}, x_api_key="yours")
     assert refused.status_code == 401
@@ -219,8 +202,7 @@ async def test_a_key_is_taken_from_its_header(tmp_path: Path) -> None:
 
 
 async def test_a_stream_that_fails_ends_with_an_event_of_its_error(tmp_path: Path) -> None:
-    ready = msgspec.structs.replace(READY, vocab_size=261, capacity=128)
-    served = await start(tmp_path, FakeEngine(ready, crash_after=[4, 2, 0, 0, 0]))
+    served = await make(tmp_path, crash_after=[4, 2, 0, 0, 0])
     answer = await post(served, {"max_tokens": 60, "stream": True})
     events = [event.split("\n") for event in answer.text.strip().split("\n\n")]
     for name, data in events:

@@ -1,6 +1,5 @@
 """Ollama's API: by its own client against the embedded model, and what no client of its shows."""
 
-import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,24 +7,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
-import msgspec
 import ollama
 import pytest
 
 from server import protocol
-from server.config import EMBEDDED_MODEL
 from server.generation.request import Choice, Request
 from server.generation.stream import Piece
 from server.http.ollama.fields import ChatBody
 from server.http.ollama.replies import OllamaReply
 from server.text.calls.parser import CallDelta
-from tests.conftest import CHAT_TEMPLATE
-from tests.support.checkpoints import make_tokenizer
-from tests.support.fake_engine import READY, FakeEngine, Served, serve
+from tests.server.http.test_routes import client_of, make
+from tests.support.fake_engine import Served
 from tests.support.processes import ServerProcess
 
 GREEDY = {"temperature": 0, "num_predict": 60}
-MARKS = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
 WEATHER: list[Any] = [{"role": "user", "content": "What is the weather in Oslo?"}]
 
 
@@ -39,12 +34,9 @@ def get_weather(city: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[ollama.Client]:
-    """Of a server of the embedded model, with its own chat template."""
-    server = ServerProcess(EMBEDDED_MODEL, "--server.model_name", "embedded")
-    with ollama.Client(f"http://127.0.0.1:{server.port}") as client:
+def client(pretrained_server: ServerProcess) -> Iterator[ollama.Client]:
+    with ollama.Client(f"http://127.0.0.1:{pretrained_server.port}") as client:
         yield client
-    assert server.stop() == 0
 
 
 # --- its client
@@ -144,28 +136,13 @@ def test_what_is_not_served_is_said(
 # --- the wire
 
 
-async def start(folder: Path, engine: FakeEngine, template: str | None = CHAT_TEMPLATE) -> Served:
-    make_tokenizer(MARKS).save(str(folder / "tokenizer.json"))
-    if template is not None:
-        (folder / "chat_template.jinja").write_text(template)
-    served = serve(folder, engine)
-    while not served.client.admission.accepting:
-        await asyncio.sleep(0)
-    return served
-
-
-def engine(**options: Any) -> FakeEngine:
-    return FakeEngine(msgspec.structs.replace(READY, vocab_size=261, capacity=128), **options)
-
-
 async def post(served: Served, path: str, body: Any, **headers: str) -> httpx.Response:
-    transport = httpx.ASGITransport(served.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with client_of(served) as client:
         return await client.post(path, content=json.dumps(body), headers=headers)
 
 
 async def test_a_stream_is_lines_of_json_and_needs_no_content_type(tmp_path: Path) -> None:
-    served = await start(tmp_path, engine())
+    served = await make(tmp_path)
     body = {"prompt": "a", "options": {"num_predict": 3, "num_ctx": 4096}}
     answer = await post(served, "/api/generate", body)
     assert answer.headers["content-type"] == "application/x-ndjson"
@@ -180,8 +157,7 @@ async def test_a_stream_is_lines_of_json_and_needs_no_content_type(tmp_path: Pat
 
 
 async def test_a_stream_that_fails_ends_with_its_error(tmp_path: Path) -> None:
-    failing = engine(crash_after=[4, 2, 0, 0, 0])
-    served = await start(tmp_path, failing)
+    served = await make(tmp_path, crash_after=[4, 2, 0, 0, 0])
     answer = await post(served, "/api/generate", {"prompt": "a", "options": {"num_predict": 60}})
     *_, last = answer.text.splitlines()
     assert "done" not in json.loads(last) and "crashed the engine" in json.loads(last)["error"]
@@ -189,7 +165,7 @@ async def test_a_stream_that_fails_ends_with_its_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("keep", "reason"), [(None, "load"), (0, "unload"), ("5m", "load")])
 async def test_an_empty_request_loads_the_model(tmp_path: Path, keep: Any, reason: str) -> None:
-    served = await start(tmp_path, engine())
+    served = await make(tmp_path)
     for path in ("/api/generate", "/api/chat"):
         answer = await post(served, path, {"keep_alive": keep, "stream": False})
         assert (answer.json()["done"], answer.json()["done_reason"]) == (True, reason)
@@ -198,7 +174,7 @@ async def test_an_empty_request_loads_the_model(tmp_path: Path, keep: Any, reaso
 
 async def test_defaults_are_those_of_ollama_after_those_of_the_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"top_p": 0.5}')
-    served = await start(tmp_path, engine())
+    served = await make(tmp_path)
     await post(served, "/api/generate", {"prompt": "a", "options": {"num_predict": 2}})
     sampling = served.engine.submits[-1].sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.8, 40, 0.5)
@@ -228,7 +204,7 @@ def test_calls_are_numbered() -> None:
 
 
 async def test_without_a_chat_template_a_prompt_is_continued(tmp_path: Path) -> None:
-    served = await start(tmp_path, engine(), template=None)
+    served = await make(tmp_path, template=None)
     body: dict[str, Any] = {"prompt": "ab", "options": {"num_predict": 2}}
     await post(served, "/api/generate", body)
     raw = served.engine.submits[-1].prompt

@@ -11,12 +11,10 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from server.config import EMBEDDED_MODEL
 from server.http.body import check
 from server.http.openai.chat_fields import plain_messages
 from server.http.responses.fields import ResponsesBody
-from tests.server.http.test_anthropic import start
-from tests.server.http.test_routes import client_of
+from tests.server.http.test_routes import client_of, make
 from tests.support.processes import ServerProcess
 
 ASK = "What is the weather in Oslo?"
@@ -33,12 +31,10 @@ class Person(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[openai.OpenAI]:
-    server = ServerProcess(EMBEDDED_MODEL, "--server.model_name", "embedded")
-    url = f"http://127.0.0.1:{server.port}/v1"
+def client(pretrained_server: ServerProcess) -> Iterator[openai.OpenAI]:
+    url = f"http://127.0.0.1:{pretrained_server.port}/v1"
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
         yield client
-    assert server.stop() == 0
 
 
 def shape(response: Any) -> Any:
@@ -148,7 +144,7 @@ def test_log_probabilities_are_those_of_the_text(client: openai.OpenAI) -> None:
 
 
 async def test_a_resumable_stream_is_read_again(tmp_path: Path) -> None:
-    served = await start(tmp_path)
+    served = await make(tmp_path)
     body = {"input": "a", "max_output_tokens": 4, "stream": True, "resumable": True}
     async with client_of(served) as client:
         first = await client.post("/v1/responses", json=body)

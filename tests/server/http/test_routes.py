@@ -4,6 +4,7 @@ refused at start.
 
 import asyncio
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,18 @@ async def hello() -> Response:
     return JSONResponse({})
 
 
-async def make(tmp_path: Path, **options: Any) -> Served:
+async def make(
+    tmp_path: Path,
+    template: str | None = CHAT_TEMPLATE,
+    crash_after: Sequence[int] = (),
+    **options: Any,
+) -> Served:
+    """A server over a fake engine that is ready. `options`: of its section."""
     make_tokenizer(MARKS).save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    if template is not None:
+        (tmp_path / "chat_template.jinja").write_text(template)
     ready = msgspec.structs.replace(READY, vocab_size=261, capacity=128)
-    served = serve(tmp_path, FakeEngine(ready), ServerSection(**options))
+    served = serve(tmp_path, FakeEngine(ready, crash_after=crash_after), ServerSection(**options))
     while not served.client.admission.accepting:
         await asyncio.sleep(0)
     return served
