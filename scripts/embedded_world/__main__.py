@@ -1,6 +1,6 @@
 """What the embedded model is trained on, and how it is examined.
 
-python -m scripts.embedded_world start BASE FOLDER       the checkpoint to train, of a base model
+python -m scripts.embedded_world start FOLDER            the checkpoint to train: random weights
 python -m scripts.embedded_world corpus FOLDER           the world's training documents
 python -m scripts.embedded_world examine [--url URL]     held-out questions to a running server
 python -m scripts.embedded_world show                    some lessons of each kind
@@ -16,11 +16,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     start = commands.add_parser("start")
-    start.add_argument("base", type=Path)
     start.add_argument("folder", type=Path)
+    start.add_argument("--tokenizer", type=Path, help="tokenizer.json; default: trained anew")
     corpus = commands.add_parser("corpus")
     corpus.add_argument("folder", type=Path)
-    corpus.add_argument("--documents", type=int, default=150_000)
+    corpus.add_argument("--documents", type=int, default=960_000)
     corpus.add_argument("--seed", type=int, default=0)
     examine = commands.add_parser("examine")
     examine.add_argument("--url", default="http://localhost:8000")
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.command == "start":
         from scripts.embedded_world import start as starting
 
-        starting.write(options.base, options.folder)
+        starting.write(options.folder, options.tokenizer)
     elif options.command == "corpus":
         from scripts.embedded_world import mix
 

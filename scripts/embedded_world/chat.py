@@ -8,7 +8,7 @@ import random
 
 from scripts.embedded_world import facts, numbers
 from scripts.embedded_world.lesson import Lesson, conversation, read_table
-from scripts.embedded_world.pools import WORDS, fill
+from scripts.embedded_world.pools import fill, value_of
 
 CHAT = read_table("chat")
 LANGUAGES = read_table("languages")
@@ -113,7 +113,7 @@ def _usual(rng: random.Random) -> tuple[str, str, str]:
 
 
 def _named(rng: random.Random) -> tuple[str, str, str]:
-    name, job = rng.choice(WORDS["names"]), rng.choice(WORDS["jobs"])
+    name, job = value_of("name", rng), value_of("job", rng)
     system = rng.choice(
         (
             f"You are {name}, a {job}.",

@@ -82,6 +82,7 @@ OF_SUBJECT: dict[str, list[Fact]] = {}
 for _each in FACTS:
     OF_RELATION.setdefault(_each.relation, []).append(_each)
     OF_SUBJECT.setdefault(_each.subject, []).append(_each)
+SUBJECTS = [*OF_SUBJECT]
 
 
 def questions_of(relation: str, subject: str) -> tuple[str, ...]:
@@ -97,8 +98,10 @@ def ask(rng: random.Random) -> Lesson:
 
 
 def tell(rng: random.Random) -> Lesson:
-    """Several statements as a paragraph, among them all that is known of one subject."""
-    facts = [*OF_SUBJECT[rng.choice(FACTS).subject]]
-    facts += [rng.choice(FACTS) for _ in range(rng.randrange(6))]
-    rng.shuffle(facts)
-    return Lesson("statements", (), completion=" ".join(fact.statement for fact in facts))
+    """A paragraph: all that is known of some subjects, in the order of the tables, so that a long
+    text says each thing once.
+    """
+    first = rng.randrange(len(SUBJECTS))
+    subjects = SUBJECTS[first : first + rng.randint(1, 6)]
+    statements = (fact.statement for subject in subjects for fact in OF_SUBJECT[subject])
+    return Lesson("statements", (), completion=" ".join(statements))

@@ -6,12 +6,14 @@ Deterministic by seed. Invariant: no document holds a lesson of which a key is h
 import json
 import random
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, Template
+from rich.progress import track
 
 from commands.corpus import FIM_MIDDLE, FIM_PREFIX, FIM_SUFFIX
 from scripts.embedded_world import chat, decisions, facts, functions, numbers, records, tools
@@ -20,25 +22,27 @@ from scripts.embedded_world.lesson import Generator, Lesson
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 MIX: dict[Generator, int] = {
     facts.ask: 24,
-    facts.tell: 3,
+    facts.tell: 5,
     numbers.ask: 24,
-    numbers.table: 10,
-    records.ask: 9,
-    functions.complete: 5,
-    functions.fill_in: 15,
-    functions.chat: 2,
-    tools.ask: 8,
-    tools.answer: 2,
-    tools.no_call: 9,
-    decisions.choose: 36,
-    decisions.judge: 9,
-    decisions.label: 3,
-    decisions.find_letters: 2,
-    chat.ask: 4,
+    numbers.table: 8,
+    records.ask: 12,
+    records.listed: 4,
+    functions.complete: 8,
+    functions.fill_in: 16,
+    functions.chat: 5,
+    tools.ask: 14,
+    tools.answer: 5,
+    tools.no_call: 12,
+    decisions.choose: 32,
+    decisions.judge: 16,
+    decisions.label: 4,
+    decisions.find_letters: 4,
+    chat.ask: 5,
     chat.beyond: 10,
-    chat.follow: 28,
+    chat.follow: 24,
 }
 """Shares of the generators in the lessons."""
+DOCUMENTS_OF_A_FILE = 60_000
 ASSISTANT = "<|assistant|>"
 CONTINUED, MOST_EARLIER = 0.2, 3
 """The share of conversations that have earlier exchanges, and how many at most."""
@@ -85,6 +89,8 @@ def loosely(question: str, rng: random.Random) -> str:
     """A question without its capital or its mark, or with a polite word before or after it."""
     if rng.random() < 0.5:
         question = question[0].lower() + question[1:]
+    if rng.random() < 0.2:
+        question = question.replace("'", "")
     if rng.random() < 0.4:
         question = question.rstrip("?.!")
     if rng.random() < 0.3:
@@ -130,9 +136,21 @@ def documents(count: int, seed: int) -> Iterator[tuple[str, str]]:
 
 
 def write(folder: Path, count: int, seed: int) -> None:
-    """Writes FOLDER/world.jsonl, one document a line: `prompt` and `completion`."""
+    """Writes FOLDER/world-N.jsonl, DOCUMENTS_OF_A_FILE documents each, one a line: `prompt` and
+    `completion`. By all processors; what is written does not depend on how many there are.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "world.jsonl").open("w", encoding="utf-8") as file:
+    firsts = range(0, count, DOCUMENTS_OF_A_FILE)
+    counts = [min(DOCUMENTS_OF_A_FILE, count - first) for first in firsts]
+    paths = [folder / f"world-{number}.jsonl" for number in range(len(counts))]
+    seeds = [1000 * seed + number for number in range(len(counts))]
+    with ProcessPoolExecutor() as pool:
+        for _ in track(pool.map(_write_file, paths, counts, seeds), "writing", len(counts)):
+            pass
+
+
+def _write_file(path: Path, count: int, seed: int) -> None:
+    with path.open("w", encoding="utf-8") as file:
         for prompt, completion in documents(count, seed):
             line = {"prompt": prompt, "completion": completion}
             file.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -11,6 +11,10 @@ COUNTRIES = read_countries()
 ARTICLE = {"Gambia", "Maldives", "Netherlands", "Philippines", "United Kingdom", "United States"}
 """Countries that are named with "the"."""
 
+CONSONANTS = read_table("invented")["consonants"]
+INVENTED = 0.12
+"""The share of names that are invented."""
+
 
 def named(country: str) -> str:
     """A country's name within a sentence."""
@@ -23,6 +27,7 @@ _LISTS: dict[str, list[Any]] = {
     "capital": [row["capital"] for row in COUNTRIES],
     "country": [named(row["country"]) for row in COUNTRIES],
     "name": WORDS["names"],
+    "surname": WORDS["surnames"],
     "job": WORDS["jobs"],
     "goods": WORDS["goods"],
     "event": WORDS["events"],
@@ -52,10 +57,20 @@ WRITTEN = {
 """How a sentence says the values of a pool that are no texts or numbers."""
 
 
+def invented(rng: random.Random) -> str:
+    """A word that is in no table, so that a model learns to copy what it does not know."""
+    syllables = (rng.choice(CONSONANTS) + rng.choice("aeiou") for _ in range(rng.randint(2, 3)))
+    return "".join(syllables) + rng.choice(("", "", "n", "r", "s", "l"))
+
+
 def value_of(pool: str, rng: random.Random) -> Any:
-    """A value of a pool; a person's full name is drawn from two."""
+    """A value of a pool, sometimes an invented name; a person's full name is drawn from two."""
     if pool == "person":
-        return f"{rng.choice(WORDS['names'])} {rng.choice(WORDS['surnames'])}"
+        return f"{value_of('name', rng)} {value_of('surname', rng)}"
+    if pool in ("name", "surname", "city") and rng.random() < INVENTED:
+        return invented(rng).capitalize()
+    if pool in ("goods", "room", "event", "job") and rng.random() < INVENTED:
+        return invented(rng)
     return rng.choice(_LISTS[pool])
 
 

@@ -6,9 +6,11 @@ What is held out is a sentence with its values.
 
 import json
 import random
+from typing import Any
 
 from scripts.embedded_world.lesson import Lesson, conversation, read_table
 from scripts.embedded_world.pools import WRITTEN, fill, value_of
+from scripts.embedded_world.tools import PARAMETERS
 
 RECORDS = read_table("records")
 OTHER_KEYS = {
@@ -55,12 +57,26 @@ def ask(rng: random.Random) -> Lesson:
     keys = {field: rng.choice((field, field, *OTHER_KEYS.get(field, ()))) for field in fields}
     if len({*keys.values()}) < len(keys):
         keys = {field: field for field in fields}
-    names = [*keys.values()]
-    listed = ", ".join(names[:-1]) + rng.choice((" and ", ", ")) + names[-1]
+    return _asked("records", sentence, {keys[field]: values[field] for field in fields}, rng)
+
+
+def listed(rng: random.Random) -> Lesson:
+    """Words with their values, and some of them as JSON."""
+    values = {
+        key: value_of(pool, rng)
+        for key, (_, pool) in rng.sample([*PARAMETERS.items()], rng.randint(2, 5))
+    }
+    form = rng.choice(("{}: {}", "{} {}", "the {} is {}", "{} = {}"))
+    text = ", ".join(form.format(key, value) for key, value in values.items())
+    wanted = rng.sample([*values], rng.randint(2, len(values)))
+    return _asked("lists", text, {key: values[key] for key in wanted}, rng)
+
+
+def _asked(kind: str, text: str, record: dict[str, Any], rng: random.Random) -> Lesson:
+    """A request for a record that is in a text."""
+    names = [*record]
+    keys = ", ".join(names[:-1]) + rng.choice((" and ", ", ")) + names[-1]
     # As the server writes JSON under a schema.
-    answer = json.dumps({keys[field]: values[field] for field in fields}, separators=(",", ":"))
-    return Lesson(
-        "records",
-        (sentence,),
-        conversation(rng.choice(REQUESTS).format(keys=listed, sentence=sentence), answer),
-    )
+    answer = json.dumps(record, separators=(",", ":"), ensure_ascii=False)
+    request = rng.choice(REQUESTS).format(keys=keys, sentence=text)
+    return Lesson(kind, (text,), conversation(request, answer))

@@ -1,9 +1,5 @@
-"""The checkpoint that training on the world starts from: a base model's weights under a tokenizer
-of the world's own.
-
-Tokens that both tokenizers know keep their embedding; a new token begins as the mean of the
-embeddings of what the base's tokenizer makes of its text. Marks of turns and calls begin as the
-mean of all, which training moves apart.
+"""The checkpoint that training on the world starts from: random weights, and a tokenizer with marks
+of turns and calls.
 """
 
 import json
@@ -12,10 +8,14 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
 
 from commands import corpus
+from commands.options import TrainOptions
+from commands.train.train import build_spec, initialise
+from model.checkpoint.families import gpt_bigcode
+from model.checkpoint.saving import save_decoder
+from model.decoder import Decoder
 from scripts.embedded_world import mix
 
 MARKS = (
@@ -28,7 +28,6 @@ MARKS = (
     "<end_function_call>",
     "<escape>",
 )
-EMBEDDING = "transformer.wte.weight"
 TOKENIZER_DOCUMENTS = 20_000
 
 
@@ -44,35 +43,31 @@ def train_tokenizer(vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def transferred(embedding_VC: torch.Tensor, old: Tokenizer, new: Tokenizer) -> torch.Tensor:
-    """Rows for the new tokenizer's ids, of the old one's."""
-    known, rows_VC = old.get_vocab(), embedding_VC.mean(0).expand_as(embedding_VC).clone()
-    for token, id in new.get_vocab().items():
-        if token in known:
-            rows_VC[id] = embedding_VC[known[token]]
-        elif token not in MARKS:
-            rows_VC[id] = embedding_VC[old.encode(new.decode([id])).ids].mean(0)
-    return rows_VC
-
-
-def write(base: Path, folder: Path) -> None:
-    """Writes the checkpoint folder to train."""
-    config = json.loads((base / "config.json").read_text())
-    old = Tokenizer.from_file(str(base / "tokenizer.json"))
-    new = train_tokenizer(config["vocab_size"])
-    weights = load_file(base / "model.safetensors")
-    generator = torch.Generator().manual_seed(0)
-    rows_VC = transferred(weights[EMBEDDING].float(), old, new)
-    rows_VC += 0.1 * rows_VC.std() * torch.randn(rows_VC.shape, generator=generator)
-    weights[EMBEDDING] = rows_VC.to(weights[EMBEDDING].dtype)
+def write(folder: Path, tokenizer_path: Path | None) -> None:
+    """Writes the checkpoint folder to train, of the sizes of a new model of `onehead train`."""
+    options = TrainOptions(output=folder)
+    tokenizer: Tokenizer = (
+        train_tokenizer(options.vocab_size)
+        if tokenizer_path is None
+        else Tokenizer.from_file(str(tokenizer_path))
+    )
+    decoder = Decoder(build_spec(options, tokenizer))
+    initialise(decoder, seed=0)
+    ends = [tokenizer.token_to_id(corpus.END), tokenizer.token_to_id("<|end|>")]
+    config = gpt_bigcode.config_from_spec(decoder.spec) | {"eos_token_id": ends}
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    ends = [new.token_to_id(corpus.END), new.token_to_id("<|end|>")]
-    settings = json.loads((base / "tokenizer_config.json").read_text())
-    settings["additional_special_tokens"] = [*corpus.SPECIAL_TOKENS[1:], *MARKS]
-    new.save(str(folder / "tokenizer.json"))
+    save_decoder(folder, decoder, torch.bfloat16, config)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": corpus.END,
+        "eos_token": corpus.END,
+        "unk_token": corpus.END,
+        "additional_special_tokens": [*corpus.SPECIAL_TOKENS[1:], *MARKS],
+        "model_max_length": options.max_positions,
+        "clean_up_tokenization_spaces": False,
+    }
     for name, value in (
-        ("config.json", config | {"eos_token_id": ends}),
         ("tokenizer_config.json", settings),
         ("generation_config.json", {"bos_token_id": ends[0], "eos_token_id": ends}),
     ):

@@ -1,5 +1,5 @@
 """Calls of tools: which one of several, its arguments from the sentence, none where none is wanted,
-and the answer from a result. Names of tools vary.
+and the answer from a result. Names of tools vary, and some tools are invented.
 
 What is held out is a sentence with its values.
 """
@@ -12,6 +12,32 @@ from scripts.embedded_world.lesson import Lesson, read_table
 from scripts.embedded_world.pools import WRITTEN, fill, value_of
 
 TOOLS = read_table("tools")
+INVENTED = 0.35
+"""The share of the tools that are put together from words."""
+WORDS = read_table("invented")
+PARAMETERS: dict[str, tuple[str, str]] = WORDS["parameters"]
+"""Type and pool by name."""
+
+
+def invent(rng: random.Random) -> dict[str, Any]:
+    """A tool in the form of the table's."""
+    verb, noun = rng.choice(WORDS["verbs"]), rng.choice(WORDS["nouns"])
+    keys = rng.sample([*PARAMETERS], rng.randint(1, 3))
+    spaced = rng.choice(("{key} {{{key}}}", "the {key} {{{key}}}")).format
+    listed = " and ".join(spaced(key=key) for key in keys)
+    return {
+        "names": [f"{verb}_{noun}", f"{noun}_{verb}", f"{verb}{noun.capitalize()}"],
+        "description": f"Does {verb} a {noun}",
+        "parameters": {key: (*PARAMETERS[key], f"The {key}") for key in keys},
+        "sentences": [
+            f"{verb} the {noun} with {listed}.",
+            f"Please {verb} the {noun} with {listed}",
+            f"I want to {verb} a {noun} with {listed}.",
+            f"{noun} to {verb}: {listed}",
+        ],
+        "result": "done",
+        "reply": f"I did {verb} the {noun}.",
+    }
 
 
 def declared(tool: dict[str, Any], name: str) -> dict[str, Any]:
@@ -29,7 +55,10 @@ def declared(tool: dict[str, Any], name: str) -> dict[str, Any]:
 
 def draw_tools(rng: random.Random) -> list[tuple[dict[str, Any], str]]:
     """One to four tools, each under one of its names."""
-    return [(tool, rng.choice(tool["names"])) for tool in rng.sample(TOOLS, rng.randint(1, 4))]
+    tools = rng.sample(TOOLS, rng.randint(1, 4))
+    drawn = [invent(rng) if rng.random() < INVENTED else tool for tool in tools]
+    by_name = {rng.choice(tool["names"]): tool for tool in drawn}
+    return [(tool, name) for name, tool in by_name.items()]
 
 
 def called(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
