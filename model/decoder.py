@@ -144,13 +144,14 @@ class Decoder(nn.Module):
         blocks: list[Any] = list(self.blocks)
         next_norms = [*(block.attention_norm for block in blocks[1:]), self.final_norm]
         normed_TD: Tensor = blocks[0].attention_norm(x_TD)
+        rotation, window_rotation = rotations
         for layer, (block, next_norm) in enumerate(zip(blocks, next_norms, strict=True)):
             x_TD, normed_TD = block(
                 x_TD,
                 normed_TD,
                 layer,
                 attend,
-                rotations[self.spec.window(layer) is not None],
+                rotation if self.spec.window(layer) is None else window_rotation,
                 next_norm,
             )
             self.num_parts_run += 1
