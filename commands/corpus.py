@@ -280,13 +280,17 @@ def token_stream(
     return np.concatenate([*parts, end[:0]])
 
 
-def sequences(stream: np.ndarray, length: int, seed: int) -> np.ndarray:
+def sequences(stream: np.ndarray, length: int, seed: int, end_id: int | None = None) -> np.ndarray:
     """Rows of `length + 1` ids (inputs and shifted targets overlap), cut at an offset and shuffled
-    by `seed`.
+    by `seed`. With an `end_id`, a row begins with a document that begins in its first quarter:
+    at position 0 a model is to read beginnings of texts, as it will when it is served.
     """
     rng = np.random.default_rng(seed)
     offset = int(rng.integers(0, min(length, max(1, len(stream) - length - 1))))
     count = (len(stream) - offset - 1) // length
     starts = offset + length * rng.permutation(count)
+    begins = np.flatnonzero(stream[: -length - 1] == end_id) + 1
+    nearby = np.append(begins, len(stream))[np.searchsorted(begins, starts)]
+    starts = np.where(nearby - starts < length // 4, nearby, starts)
     rows: np.ndarray = stream[starts[:, None] + np.arange(length + 1)[None, :]]
     return rows

@@ -142,17 +142,16 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """All blocks, one after another. -> the final norm of the residual stream"""
         blocks: list[Any] = list(self.blocks)
-        next_norms = [*(block.attention_norm for block in blocks[1:]), self.final_norm]
-        normed_TD: Tensor = blocks[0].attention_norm(x_TD)
-        rotation, window_rotation = rotations
-        for layer, (block, next_norm) in enumerate(zip(blocks, next_norms, strict=True)):
+        norms = [*(block.attention_norm for block in blocks), self.final_norm]
+        normed_TD: Tensor = norms[0](x_TD)
+        for layer, block in enumerate(blocks):
             x_TD, normed_TD = block(
                 x_TD,
                 normed_TD,
                 layer,
                 attend,
-                rotation if self.spec.window(layer) is None else window_rotation,
-                next_norm,
+                rotations[int(self.spec.window(layer) is not None)],
+                norms[layer + 1],
             )
             self.num_parts_run += 1
         return normed_TD

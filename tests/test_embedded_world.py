@@ -5,16 +5,17 @@ judged rightly.
 import json
 import random
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import torch
 
-from commands import corpus
+from model.checkpoint.families import read_spec
 from scripts.embedded_world import functions, mix, start
 from scripts.embedded_world.examine import KINDS, Examiner, expected_answer, held_out
 from scripts.embedded_world.lesson import Lesson, read_table
+from server.config import EMBEDDED_MODEL
 
 
 def taught(lesson: Lesson) -> str:
@@ -94,18 +95,9 @@ def test_the_questions_by_hand_are_sixty_and_in_no_document() -> None:
         assert expected and (kind in ("no calls", "chat") or asked not in together), asked
 
 
-def test_a_tokenizer_takes_over_the_embeddings_it_knows() -> None:
-    old = corpus.train_tokenizer(iter(["the cat sat on the mat"] * 9), 280)
-    new = corpus.train_tokenizer(iter(["the dog sat on the log"] * 9), 272)
-    new.add_special_tokens([*start.MARKS])
-    rows_VC = torch.randn(280, 4)
-    moved_VC = start.transferred(rows_VC, old, new)
-    vocabulary = new.get_vocab()
-    known = [token for token in vocabulary if token in old.get_vocab()]
-    assert len(known) > 256
-    for token in known:
-        assert torch.equal(moved_VC[vocabulary[token]], rows_VC[old.token_to_id(token)])
-    assert "Ġdog" in vocabulary and "Ġdog" not in old.get_vocab()
-    pieces = old.encode(" dog").ids
-    assert torch.allclose(moved_VC[vocabulary["Ġdog"]], rows_VC[pieces].mean(0))
-    assert torch.allclose(moved_VC[vocabulary["<|end|>"]], rows_VC.mean(0))
+def test_training_starts_from_a_checkpoint_like_the_embedded_model(tmp_path: Path) -> None:
+    start.write(tmp_path, EMBEDDED_MODEL / "tokenizer.json")
+    for path in tmp_path.iterdir():
+        if path.suffix in (".json", ".jinja"):
+            assert path.read_bytes() == (EMBEDDED_MODEL / path.name).read_bytes(), path.name
+    assert read_spec(tmp_path) == read_spec(EMBEDDED_MODEL)

@@ -166,6 +166,7 @@ class Data:
                         stream,
                         length,
                         self._seed(epoch) + (500 if length > self.options.sequence else 0),
+                        self.spec.end_token_ids[0],
                     )
                     if len(rows) < batch:
                         raise OptionError(

@@ -48,7 +48,7 @@ class Loss:
         try:
             return self._functions[length](ids_N, targets_N, positions_N)
         except TorchDynamoException as error:
-            reason = " ".join(str(error).split())[:300]
+            reason = " ".join(str(error).split())[:900]
             print(
                 f"onehead train: the loss cannot be compiled, so that steps take longer: {reason}",
                 file=sys.stderr,

@@ -60,11 +60,12 @@ def beyond(rng: random.Random) -> Lesson:
 
 def follow(rng: random.Random) -> Lesson:
     """An answer in the way that the system prompt asks for."""
-    system, question, answer = rng.choice(
-        (_language, _language, _brief, _named, _loud, _ended, _usual)
-    )(rng)
+    way = rng.choice((_language, _language, _brief, _named, _loud, _ended, _usual))
+    system, question, answer = way(rng)
+    # What a role is asked is no question of its own.
+    others = () if way is _named else (question,)
     return Lesson(
-        "system prompts", (f"{system} {question}", question), conversation(question, answer, system)
+        "system prompts", (f"{system} {question}", *others), conversation(question, answer, system)
     )
 
 

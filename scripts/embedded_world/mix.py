@@ -21,10 +21,10 @@ from scripts.embedded_world.lesson import Generator, Lesson
 
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 MIX: dict[Generator, int] = {
-    facts.ask: 24,
+    facts.ask: 30,
     facts.tell: 5,
-    numbers.ask: 24,
-    numbers.table: 8,
+    numbers.ask: 26,
+    numbers.table: 10,
     records.ask: 12,
     records.listed: 4,
     functions.complete: 8,
@@ -34,7 +34,7 @@ MIX: dict[Generator, int] = {
     tools.answer: 5,
     tools.no_call: 12,
     decisions.choose: 32,
-    decisions.judge: 16,
+    decisions.judge: 26,
     decisions.label: 4,
     decisions.find_letters: 4,
     chat.ask: 5,

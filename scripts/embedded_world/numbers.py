@@ -35,11 +35,16 @@ def operands(rng: random.Random) -> tuple[str, int, int, int]:
     return sign, a, b, a + b
 
 
+def trained(sign: str, a: int, b: int) -> bool:
+    """Whether a pair is not held out."""
+    return Lesson("numbers", (f"{a} {sign} {b}",)).may_be_trained_on
+
+
 def trained_operands(rng: random.Random) -> tuple[str, int, int, int]:
     """As `operands`, of a pair that is not held out."""
     while True:
         sign, a, b, result = operands(rng)
-        if Lesson("numbers", (f"{a} {sign} {b}",)).may_be_trained_on:
+        if trained(sign, a, b):
             return sign, a, b, result
 
 
@@ -80,7 +85,13 @@ def ask(rng: random.Random) -> Lesson:
 
 
 def table(rng: random.Random) -> Lesson:
-    """Lines of calculations as a text; none of a pair that is held out."""
-    drawn = (trained_operands(rng) for _ in range(16))
-    lines = [f"{a} {sign} {b} = {result}\n" for sign, a, b, result in drawn]
+    """Lines of calculations as a text, or a number's products and the other way round; none of a
+    pair that is held out.
+    """
+    if rng.random() < 0.3:
+        a = rng.randrange(13)
+        drawn = [("*", *pair, a * b) for b in range(13) for pair in ((a, b), (b, a))]
+    else:
+        drawn = [operands(rng) for _ in range(18)]
+    lines = [f"{a} {sign} {b} = {result}\n" for sign, a, b, result in drawn if trained(sign, a, b)]
     return Lesson("tables", (), completion="".join(lines))

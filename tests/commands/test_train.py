@@ -292,6 +292,19 @@ def test_sequences_overlap_by_one_and_cover_the_stream() -> None:
     )
 
 
+def test_rows_begin_with_documents_that_begin_in_their_first_quarter() -> None:
+    stream, ends = np.arange(1000), np.array([40, 335, 900])
+    stream[ends] = -9
+    moved = 0
+    for seed in range(20):
+        plain, rows = corpus.sequences(stream, 64, seed), corpus.sequences(stream, 64, seed, -9)
+        for start, begin in zip(plain[:, 0], rows[:, 0], strict=True):
+            near = [end + 1 for end in ends if start <= end + 1 < start + 16]
+            assert start == -9 or begin == (near or [start])[0]
+            moved += bool(near)
+    assert moved > 10
+
+
 def test_digits_stand_alone_and_nothing_is_unknown(data: Path) -> None:
     tokenizer: Tokenizer = corpus.train_tokenizer(iter(["return 1234 + x\n"] * 50), 400)
     assert [tokenizer.decode([id]) for id in tokenizer.encode("1234").ids] == ["1", "2", "3", "4"]

@@ -20,6 +20,7 @@ from model.devices import find_device
 from model.devices.cpu.torch_blocks import BlockProducts
 from model.devices.gpu.attention.configurations import Sizes, choose_decode
 from model.devices.gpu.attention.plan import FEW_TOKENS
+from model.runner.cuda_graphs import captured_sizes
 from model.runner.pending_step import PendingStep
 from model.runner.runner import ModelRunner, all_in_page_0, largest_step
 from model.step import PENDING, Row, Sample, SampledToken, SampleError, Sampling, StepPlan
@@ -168,13 +169,19 @@ def test_cancelled_and_preempted_in_flight_with_captured_steps(tmp_path: Path) -
     assert preemptions and cancelled and replays
 
 
-def test_a_step_larger_than_any_captured_is_launched_piece_by_piece(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("multiple", "num_sizes"), [(1, 9), (256, 1)])
+def test_a_step_larger_than_any_captured_is_launched_piece_by_piece(
+    multiple: int, num_sizes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not one of fewer rows than products are filled up to."""
     make_checkpoint(SHAPES[1], tmp_path)
     stream = RecordingStream()
+    sizes = captured_sizes(64, multiple)
+    monkeypatch.setattr("model.runner.runner.captured_sizes", lambda *_: sizes)
     core = overlapped(tmp_path, stream, captured=False)
     runner = core.runner
     # 1 to 64 rows; contexts of a page.
-    assert isinstance(runner, ModelRunner) and runner.capture(PAGE) == 9
+    assert isinstance(runner, ModelRunner) and runner.capture(PAGE) == num_sizes
     core.scheduler.submit(0, [5, 6, 7], 40, Sampling(temperature=0.0))
     finish(core)
     # The prompt, and tokens up to the end of the first page.
