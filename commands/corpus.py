@@ -282,8 +282,9 @@ def token_stream(
 
 def sequences(stream: np.ndarray, length: int, seed: int, end_id: int | None = None) -> np.ndarray:
     """Rows of `length + 1` ids (inputs and shifted targets overlap), cut at an offset and shuffled
-    by `seed`. With an `end_id`, a row begins with a document that begins in its first quarter:
-    at position 0 a model is to read beginnings of texts, as it will when it is served.
+    by `seed`. With an `end_id`, a row begins with a document that begins in its first quarter, and
+    overlaps the next one by what it left out before: a model that is served reads texts from their
+    beginning, never from their middle. Another seed leaves out other ends.
     """
     rng = np.random.default_rng(seed)
     offset = int(rng.integers(0, min(length, max(1, len(stream) - length - 1))))

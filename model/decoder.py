@@ -150,6 +150,7 @@ class Decoder(nn.Module):
                 normed_TD,
                 layer,
                 attend,
+                # torch 2.11 compiles no index by a truth value.
                 rotations[int(self.spec.window(layer) is not None)],
                 norms[layer + 1],
             )

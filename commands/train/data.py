@@ -165,8 +165,8 @@ class Data:
                     rows = corpus.sequences(
                         stream,
                         length,
-                        self._seed(epoch) + (500 if length > self.options.sequence else 0),
-                        self.spec.end_token_ids[0],
+                        self._seed(epoch) + 500 * (length > self.options.sequence),
+                        *self.spec.end_token_ids[:1],
                     )
                     if len(rows) < batch:
                         raise OptionError(

@@ -62,7 +62,7 @@ def follow(rng: random.Random) -> Lesson:
     """An answer in the way that the system prompt asks for."""
     way = rng.choice((_language, _language, _brief, _named, _loud, _ended, _usual))
     system, question, answer = way(rng)
-    # What a role is asked is no question of its own.
+    # The same few questions are asked of every name: one held out would be so for all.
     others = () if way is _named else (question,)
     return Lesson(
         "system prompts", (f"{system} {question}", *others), conversation(question, answer, system)

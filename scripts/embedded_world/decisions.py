@@ -10,7 +10,7 @@ from typing import Any
 
 from scripts.embedded_world import facts
 from scripts.embedded_world.lesson import Lesson, conversation, read_table
-from scripts.embedded_world.pools import fill
+from scripts.embedded_world.pools import fill, named
 
 LABELS = read_table("labels")
 TASKS = ("topic", "sentiment", "language")
@@ -34,8 +34,7 @@ def _lesson(
 def _sentence(task: str, rng: random.Random) -> tuple[str, str]:
     """(label, sentence)."""
     label = rng.choice([*LABELS[task]])
-    values = {"thing": rng.choice(LABELS["things"])}
-    return label, fill(rng.choice(LABELS[task][label]), rng, values)
+    return label, fill(rng.choice(LABELS[task][label]), rng)
 
 
 def choose(rng: random.Random) -> Lesson:
@@ -89,7 +88,7 @@ def judge(rng: random.Random) -> Lesson:
         others = [o for o in facts.OF_RELATION[fact.relation] if o.short != fact.short]
         text = fact.statement
         if not is_true and others:
-            asked = text.replace(f" {fact.short}", f" {rng.choice(others).short}")
+            asked = text.replace(f" {named(fact.short)}", f" {named(rng.choice(others).short)}")
             is_true = asked == text
         else:
             asked, is_true = text, True

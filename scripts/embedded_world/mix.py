@@ -5,6 +5,7 @@ Deterministic by seed. Invariant: no document holds a lesson of which a key is h
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -48,7 +49,7 @@ CONTINUED, MOST_EARLIER = 0.2, 3
 """The share of conversations that have earlier exchanges, and how many at most."""
 LOOSE = 0.3
 """Share of the questions that are asked as people write them."""
-LOOSE_KINDS = ("facts", "numbers", "chat", "refusals", "calls", "no calls", "system prompts")
+LOOSE_KINDS = ("facts", "numbers", "refusals", "calls", "no calls", "system prompts")
 BEFORE = (
     "please: ",
     "Hi, ",
@@ -86,13 +87,15 @@ def text_of(lesson: Lesson, template: Template) -> str:
 
 
 def loosely(question: str, rng: random.Random) -> str:
-    """A question without its capital or its mark, or with a polite word before or after it."""
+    """A question without its capital, its mark or the apostrophes of its contractions, or with a
+    polite word before or after it.
+    """
     if rng.random() < 0.5:
         question = question[0].lower() + question[1:]
     if rng.random() < 0.2:
-        question = question.replace("'", "")
+        question = re.sub(r"'(s|re|m)\b", r"\1", question)
     if rng.random() < 0.4:
-        question = question.rstrip("?.!")
+        question = re.sub(r"[^.][?.!]$", lambda found: found[0][0], question)
     if rng.random() < 0.3:
         return rng.choice(BEFORE) + question
     return question + rng.choice(AFTER) if rng.random() < 0.3 else question
@@ -136,10 +139,13 @@ def documents(count: int, seed: int) -> Iterator[tuple[str, str]]:
 
 
 def write(folder: Path, count: int, seed: int) -> None:
-    """Writes FOLDER/world-N.jsonl, DOCUMENTS_OF_A_FILE documents each, one a line: `prompt` and
-    `completion`. By all processors; what is written does not depend on how many there are.
+    """Writes FOLDER/world-N.jsonl in place of earlier ones, DOCUMENTS_OF_A_FILE documents each, one
+    a line: `prompt` and `completion`. By all processors; the documents do not depend on how many
+    there are.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    for earlier in folder.glob("world-*.jsonl"):
+        earlier.unlink()
     firsts = range(0, count, DOCUMENTS_OF_A_FILE)
     counts = [min(DOCUMENTS_OF_A_FILE, count - first) for first in firsts]
     paths = [folder / f"world-{number}.jsonl" for number in range(len(counts))]

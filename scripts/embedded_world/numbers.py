@@ -1,6 +1,7 @@
 """Sums and differences of numbers up to 99, products up to 12 x 12, and comparisons up to 999.
 
-What is held out is a pair of numbers under an operation, in all its wordings.
+What is held out is a pair of numbers under an operation, in all its wordings; under a comparison, a
+pair in its order.
 """
 
 import random

@@ -12,7 +12,7 @@ ARTICLE = {"Gambia", "Maldives", "Netherlands", "Philippines", "United Kingdom",
 """Countries that are named with "the"."""
 
 CONSONANTS = read_table("invented")["consonants"]
-INVENTED = 0.12
+INVENTED_NAMES = 0.12
 """The share of names that are invented."""
 
 
@@ -58,7 +58,7 @@ WRITTEN = {
 
 
 def invented(rng: random.Random) -> str:
-    """A word that is in no table, so that a model learns to copy what it does not know."""
+    """A word of random syllables, so that a model learns to copy what it does not know."""
     syllables = (rng.choice(CONSONANTS) + rng.choice("aeiou") for _ in range(rng.randint(2, 3)))
     return "".join(syllables) + rng.choice(("", "", "n", "r", "s", "l"))
 
@@ -67,9 +67,9 @@ def value_of(pool: str, rng: random.Random) -> Any:
     """A value of a pool, sometimes an invented name; a person's full name is drawn from two."""
     if pool == "person":
         return f"{value_of('name', rng)} {value_of('surname', rng)}"
-    if pool in ("name", "surname", "city") and rng.random() < INVENTED:
+    if pool in ("name", "surname", "city") and rng.random() < INVENTED_NAMES:
         return invented(rng).capitalize()
-    if pool in ("goods", "room", "event", "job") and rng.random() < INVENTED:
+    if pool in ("goods", "room", "event", "job") and rng.random() < INVENTED_NAMES:
         return invented(rng)
     return rng.choice(_LISTS[pool])
 

@@ -67,7 +67,7 @@ def listed(rng: random.Random) -> Lesson:
         for key, (_, pool) in rng.sample([*PARAMETERS.items()], rng.randint(2, 5))
     }
     form = rng.choice(("{}: {}", "{} {}", "the {} is {}", "{} = {}"))
-    text = ", ".join(form.format(key, value) for key, value in values.items())
+    text = ", ".join(form.format(key, value) for key, value in values.items()) + "."
     wanted = rng.sample([*values], rng.randint(2, len(values)))
     return _asked("lists", text, {key: values[key] for key in wanted}, rng)
 

@@ -53,7 +53,7 @@ def write(folder: Path, tokenizer_path: Path | None) -> None:
     )
     decoder = Decoder(build_spec(options, tokenizer))
     initialise(decoder, seed=0)
-    ends = [tokenizer.token_to_id(corpus.END), tokenizer.token_to_id("<|end|>")]
+    ends = [corpus.token_id(tokenizer, mark) for mark in (corpus.END, "<|end|>")]
     config = gpt_bigcode.config_from_spec(decoder.spec) | {"eos_token_id": ends}
     folder.mkdir(parents=True, exist_ok=True)
     save_decoder(folder, decoder, torch.bfloat16, config)

@@ -173,7 +173,7 @@ def test_cancelled_and_preempted_in_flight_with_captured_steps(tmp_path: Path) -
 def test_a_step_larger_than_any_captured_is_launched_piece_by_piece(
     multiple: int, num_sizes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not one of fewer rows than products are filled up to."""
+    """But a step of few rows is replayed where the smallest graph has 256 rows."""
     make_checkpoint(SHAPES[1], tmp_path)
     stream = RecordingStream()
     sizes = captured_sizes(64, multiple)
