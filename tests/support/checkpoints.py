@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from tests.support.paths import EMBEDDED
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -69,6 +71,14 @@ SHAPES = (
     ),
 )
 N_POSITIONS = 512
+
+
+def known_ids() -> list[int]:
+    """A text that the embedded model was trained to continue: how it goes on after ids at random is
+    left to rounding.
+    """
+    tokenizer: Tokenizer = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
+    return tokenizer.encode("The capital of France is Paris. The opposite of").ids
 
 
 @dataclass(frozen=True)

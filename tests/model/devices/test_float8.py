@@ -25,7 +25,7 @@ from model.options import EngineOptions
 from model.runner.runner import ModelRunner, _check_options
 from model.spec import OptionError
 from model.step import Row, Sample, SampledToken, SampleError, Sampling, StepPlan
-from tests.support.checkpoints import SHAPES, make_checkpoint
+from tests.support.checkpoints import SHAPES, known_ids, make_checkpoint
 from tests.support.families import make_family_checkpoint
 from tests.support.paths import EMBEDDED
 from tests.support.processes import ServerProcess
@@ -172,7 +172,7 @@ def test_a_numerical_error_fails_its_row_alone_and_its_pages_are_cleared(tmp_pat
 
 @torch.inference_mode()
 def test_the_embedded_model_says_much_the_same() -> None:
-    ids = list(range(300, 340))
+    ids = known_ids()
     plan = StepPlan((Row(0, ids, 0, [array("q", range(20))], Sample(GREEDY, ids, [])),))
     whole, small = make_runner(EMBEDDED, cache_dtype="auto"), make_runner(EMBEDDED)
     (before,), (after,) = whole.run(plan).drawn, small.run(plan).drawn
