@@ -19,7 +19,7 @@ from tests.support.processes import ServerProcess
 
 FOLDER = ROOT / "docs" / "pictures"
 DESK, PHONE = {"width": 1280, "height": 720}, {"width": 360, "height": 740}
-PROMPT = 'def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n'
+PROMPT = 'def fibonacci(n):\n    """Return the n-th Fibonacci number."""'
 NAME = "--server.model_name", "onehead-7m"
 SETTINGS: dict[str, Any] = {"max_tokens": 90, "temperature": 0.6, "seed": 7}
 
@@ -56,9 +56,8 @@ def take(browser: Any, port: int) -> None:
     page.locator(".token-card").wait_for()
     save(page, "complete")
     page.keyboard.press("Escape")
-    prepared(page, "fill", max_tokens=20).write(
-        "import os\n\ndef read(path):\n    with open(", 0
-    ).write("\n        return file.read()\n", 1).run()
+    # Of the texts that are there at first.
+    prepared(page, "fill", max_tokens=20).run()
     save(page, "fill")
     page = browser.new_context(viewport=PHONE, color_scheme="dark").new_page()
     page.goto(f"http://127.0.0.1:{port}/")
