@@ -44,10 +44,9 @@ log = logging.getLogger("onehead.engine")
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 384, 512, 768, 1024)
 """Not 192: cuBLAS takes longer for 192 rows than for 256 (measured on an H100)."""
-MOST_PADDED = 256
-"""Rows of a graph that replays any smaller step whose own graph is missing: a step of
-StarCoderBase-1B takes 2.8 ms on an H100, and launching kernel by kernel takes a host longer. Not
-fewer than products in slabs are filled up to (SLAB).
+MOST_PADDED = 128
+"""Rows of a graph that replays a smaller step whose own graph is missing: up to so many, a step
+takes as long as its weights are read.
 """
 MOST_BLOCKS = 2**18
 """Blocks of `page_size` tokens of all rows of a captured step together, each row's padded to the
@@ -259,7 +258,7 @@ class CudaGraphs:
         """A function that replays this step; None where no graph fits."""
         size = next((size for size in self.sizes if len(step) <= size in self._replays), 0)
         num_blocks = len(step) * pages_for(step.num_keys, self._layout.page_size)
-        is_too_large = size > max(MOST_PADDED, 2 * len(step))
+        is_too_large = size > max(MOST_PADDED, self.sizes[0], 2 * len(step))
         if not size or is_too_large or step.num_keys > self._longest or num_blocks > MOST_BLOCKS:
             return None
         words = self._device.for_upload(torch.from_numpy(self._pack(step, size)))

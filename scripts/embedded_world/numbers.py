@@ -37,7 +37,7 @@ def operands(rng: random.Random) -> tuple[str, int, int, int]:
 
 
 def trained(sign: str, a: int, b: int) -> bool:
-    """Whether a pair is not held out."""
+    """Whether training may show the result of a pair: whether it is not held out."""
     return Lesson("numbers", (f"{a} {sign} {b}",)).may_be_trained_on
 
 

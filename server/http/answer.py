@@ -37,7 +37,7 @@ class Reply(Protocol):
     streams: OpenStreams
     form: sse.Form = sse.EVENTS
     prefix: bytes = b""
-    """Of sse.prefix_of, in place of the form's."""
+    """What every event of a stream begins with, as sse.prefix_of makes it; empty: the form's."""
 
     def first_chunks(self) -> list[dict[str, Any]]:
         """The chunks that a stream sends before its first piece."""

@@ -149,8 +149,12 @@ def example_of_the_guide(_: str) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         program = program.replace("http://localhost:8000", server.stdout.readline().split()[-1])
-        told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-        server.terminate()
+        try:
+            told = subprocess.run(
+                [sys.executable, "-c", program], capture_output=True, text=True, check=True
+            )
+        finally:
+            server.terminate()
     assert told.stdout == f"{expected}\n", told
 
 
