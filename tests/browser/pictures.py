@@ -59,6 +59,10 @@ def take(browser: Any, port: int) -> None:
     # Of the texts that are there at first.
     prepared(page, "fill", max_tokens=20).run()
     save(page, "fill")
+    chat = prepared(page, "chat", temperature=0)
+    chat.write("What is the capital of Norway?").run()
+    chat.write("And what is the currency of Norway?").run(2)
+    save(page, "chat")
     page = browser.new_context(viewport=PHONE, color_scheme="dark").new_page()
     page.goto(f"http://127.0.0.1:{port}/")
     prepared(page, "complete").write(PROMPT).run()
