@@ -8,6 +8,9 @@ owner. It knows nothing of tokens, tensors or bytes; a page is a number.
 
 from collections.abc import Callable, Iterable
 
+TAKEN = 1
+"""The mark of a page whose contents are not known."""
+
 
 class OutOfPages(Exception):
     """Fewer pages are available than were requested; none was allocated."""
@@ -31,6 +34,8 @@ class PageAllocator:
         """Pages without an owner whose contents are kept, ordered by when they were released."""
         self.owners = [0] * num_pages
         """How many owners each page has."""
+        self.marks: bytearray | memoryview = bytearray(num_pages)
+        """TAKEN for each page from when it is allocated until the ledger records what it holds."""
 
     @property
     def num_available(self) -> int:
@@ -56,7 +61,15 @@ class PageAllocator:
         taken = [self._free.pop() if self._free else self._evict() for _ in range(count)]
         for page in taken:
             self.owners[page] = 1
+            self.marks[page] = TAKEN
         return taken
+
+    def adopt(self, pages: Iterable[int]) -> None:
+        """Caches these free pages, which hold what an engine before has computed."""
+        self.cached |= dict.fromkeys(pages)
+        self._free = [page for page in self._free if page not in self.cached]
+        for page in self.cached:
+            self.kept[page] = 1
 
     def _evict(self) -> int:
         page = next(iter(self.cached))

@@ -11,10 +11,11 @@ Shape letters: L layers of a page, P pages, S slots of a page, N slots of all pa
 key, v of a value, T tokens.
 """
 
+import mmap
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,6 +46,9 @@ class KVPool:
     compute_dtype: torch.dtype
     """The dtype of keys and values as they are written, and of queries; the stored dtype may be
     narrower."""
+    sums_P: Tensor | None = None
+    """Of each page the sum, modulo 2^64, of its numbers in all layers, their bits taken as signed
+    whole numbers. A backend that does not keep it leaves it as it is."""
 
     @classmethod
     def allocate(
@@ -66,9 +70,11 @@ class KVPool:
         stored_as = stored_as or dtype
         shape = (layout.layers_per_page, num_pages, layout.page_size)
         keys_LPSd = _zeros((*shape, key_dim), stored_as, device)
-        if value_in_key:
-            return cls(layout, keys_LPSd, keys_LPSd[..., :value_dim], dtype)
-        return cls(layout, keys_LPSd, _zeros((*shape, value_dim), stored_as, device), dtype)
+        values_LPSv = keys_LPSd[..., :value_dim]
+        if not value_in_key:
+            values_LPSv = _zeros((*shape, value_dim), stored_as, device)
+        sums_P = _zeros((num_pages,), torch.int64, device) if device.type == "cpu" else None
+        return cls(layout, keys_LPSd, values_LPSv, dtype, sums_P)
 
     @property
     def num_pages(self) -> int:
@@ -84,17 +90,23 @@ class KVPool:
         return self.values_LPSv.data_ptr() == self.keys_LPSd.data_ptr()
 
     @property
+    def stored(self) -> tuple[Tensor, ...]:
+        """The tensors that take memory of their own."""
+        return (self.keys_LPSd,) if self.value_in_key else (self.keys_LPSd, self.values_LPSv)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes allocated. On a CPU the system provides each page of memory only when it is first
         written to.
         """
-        return self.keys_LPSd.nbytes + (0 if self.value_in_key else self.values_LPSv.nbytes)
+        return sum(x.nbytes for x in self.stored)
 
     def clear(self, pages: Tensor) -> None:
         """Zeroes these pages in every layer."""
-        for x in (self.keys_LPSd,) if self.value_in_key else (self.keys_LPSd, self.values_LPSv):
-            # As bytes: torch does not fill float8 by index.
-            x.view(torch.uint8).index_fill_(1, pages, 0)
+        for x in self.stored:
+            _whole(x).index_fill_(1, pages, 0)  # torch does not fill float8 by index.
+        if self.sums_P is not None:
+            self.sums_P.index_fill_(0, pages, 0)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """(keys_PSd, values_PSv) of a layer of the model; it uses the pages of its own stack."""
@@ -107,6 +119,11 @@ class KVPool:
         _put(keys_PSd, slots_T, k_Td)
         if not self.value_in_key:
             _put(values_PSv, slots_T, v_Tv)
+
+
+def _whole(x: Tensor) -> Tensor:
+    """The bits of numbers, as whole numbers."""
+    return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.itemsize])
 
 
 def in_float8(x: Tensor) -> Tensor:
@@ -125,16 +142,16 @@ def _put(pages_PSd: Tensor, slots_T: Tensor, x_Td: Tensor) -> None:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros. On a CPU by numpy, whose memory is provided when first written to; torch.zeros would
-    write, and so take, all of it at once.
+    """Zeros. On a CPU in memory that is provided when first written to, and that forks of this
+    process share; torch.zeros would write, and so take, all of it at once.
     """
     if device.type != "cpu":
         return torch.zeros(*shape, dtype=dtype, device=device)
+    num_bytes = prod(shape) * dtype.itemsize
     try:
-        return (
-            torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, np.uint8))
-            .view(dtype)
-            .view(shape)
-        )
-    except (MemoryError, ValueError) as error:  # numpy's errors for too large an array.
-        raise MemoryError(f"{prod(shape) * dtype.itemsize} bytes cannot be had") from error
+        shared = mmap.mmap(-1, num_bytes)
+    except (OSError, ValueError, OverflowError) as error:
+        raise MemoryError(f"{num_bytes} bytes cannot be had") from error
+    with suppress(OSError, AttributeError):  # Where the system has huge pages for shared memory.
+        shared.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(shared, dtype=torch.uint8).view(dtype).view(shape)

@@ -12,10 +12,20 @@ import hashlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING
 
 from cache.layout import CacheLayout, LayerGroup
-from cache.pages import PageAllocator
+from cache.pages import TAKEN, PageAllocator
 from cache.table import DROPPED, PageTable
+
+if TYPE_CHECKING:
+    from cache.ledger import PageLedger
+
+
+def root_of(before: bytes | str) -> bytes:
+    """What the name of a link is made of before its tokens."""
+    return hashlib.sha256(before.encode()).digest() if isinstance(before, str) else before
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +49,8 @@ class Chain:
     def extend(self, tokens: Sequence[int]) -> None:
         """Adds a link for the next page's tokens."""
         before = self.links[-1].name if self.links else self._salt
-        root = hashlib.sha256(before.encode()).digest() if isinstance(before, str) else before
         data = array("I", tokens).tobytes()
-        self.links.append(Link(hashlib.sha256(root + data).digest(), data, before))
+        self.links.append(Link(hashlib.sha256(root_of(before) + data).digest(), data, before))
 
 
 @dataclass(slots=True, eq=False)
@@ -52,16 +61,28 @@ class Block:
 
     link: Link
     pages: list[int]
+    is_whole: bool = True
+    """Whether its contents are known to be what was computed."""
 
 
 class PrefixCache:
     """Blocks by hash. It owns no page: it marks pages to be kept, and the allocator reports each
-    one that it evicts.
+    one that it evicts. With a ledger, its blocks outlive this process.
     """
 
-    def __init__(self, allocator: PageAllocator, layout: CacheLayout) -> None:
+    def __init__(
+        self, allocator: PageAllocator, layout: CacheLayout, ledger: "PageLedger | None" = None
+    ) -> None:
         self._allocator = allocator
         self._layout = layout
+        self._ledger = ledger
+        if ledger is not None:
+            allocator.marks = ledger.marks
+        self.unknown: list[int] = []
+        """Pages with what an engine before left in them, which the next step has to clear."""
+        self.tails: dict[bytes, list[Block]] = {}
+        """Adopted blocks that are not full, by the hash of the tokens before them. They are cached,
+        and become the own pages of the sequence that goes on with them."""
         self.blocks: dict[bytes, Block] = {}
         """By the hash of their tokens and of all before them; each is findable, though pages of it
         may have been evicted."""
@@ -77,7 +98,7 @@ class PrefixCache:
         most, gaps = 0, [-1] * len(self._layout.groups)
         for link in links:
             block = self.blocks.get(link.name)
-            if block is None or block.link.tokens != link.tokens:
+            if block is None or block.link.tokens != link.tokens or not self._is_whole(block):
                 break
             found.append(block)
             # The last block with an evicted page of a group: tokens that attend to it cannot be
@@ -89,6 +110,67 @@ class PrefixCache:
             if all(gap < first for gap, first in zip(gaps, seen, strict=True)):
                 most = len(found)
         return found[:most]
+
+    def adopt(self) -> None:
+        """Takes over the blocks in the ledger, from an engine before; to be called before anything
+        is allocated. Their contents are checked when they are first found.
+        """
+        if self._ledger is None:
+            return
+        for found in self._ledger.blocks():
+            name = hashlib.sha256(found.root + found.tokens).digest()
+            is_full = len(found.tokens) == 4 * self._layout.page_size
+            before = "" if is_full and found.is_first else found.root
+            block = Block(Link(name, found.tokens, before), found.pages, is_whole=False)
+            if is_full:
+                if name not in self.blocks:
+                    self._add(block)
+            elif DROPPED not in block.pages:
+                self.tails.setdefault(found.root, []).append(block)
+                self._block_of |= dict.fromkeys(block.pages, block)
+        # As at the end of a sequence, its last pages first: these are reused first.
+        self._allocator.adopt(reversed(self._block_of))
+        for page, mark in enumerate(self._ledger.marks):
+            if mark and page not in self._block_of:
+                self._allocator.marks[page] = TAKEN
+                self.unknown.append(page)
+
+    def _is_whole(self, block: Block) -> bool:
+        """Whether an adopted block holds what was computed; it is retracted if not."""
+        if not block.is_whole and self._ledger is not None:
+            pages = (page for page in block.pages if page != DROPPED)
+            block.is_whole = all(map(self._ledger.is_whole, pages))
+            if not block.is_whole:
+                self.retract(block)
+        return block.is_whole
+
+    def take_tail(self, before: bytes | str, tokens: Sequence[int]) -> tuple[list[int], int]:
+        """Gives away the pages of an adopted block that holds these tokens or the first of them,
+        which follow what `before` names as in Link: the pages, which have one owner now, and how
+        many of the tokens they hold. Of no block, they are none.
+        """
+        wanted, root = array("I", tokens).tobytes(), root_of(before)
+        for block in self.tails.get(root, [])[:]:
+            num_bytes = min(len(block.link.tokens), len(wanted))
+            same = block.link.tokens[:num_bytes] == wanted[:num_bytes]
+            if num_bytes and same and self._is_whole(block):
+                self._forget_tail(root, block)
+                self._allocator.share(block.pages)
+                for page in block.pages:
+                    del self._block_of[page]
+                    self._allocator.forget(page)
+                return block.pages, num_bytes // 4
+        return [], 0
+
+    def _forget_tail(self, root: bytes, block: Block) -> None:
+        self.tails[root].remove(block)
+        if not self.tails[root]:
+            del self.tails[root]
+
+    def _add(self, block: Block) -> None:
+        self.blocks[block.link.name] = block
+        self._block_of |= {page: block for page in block.pages if page != DROPPED}
+        self.on_change(block.link)
 
     def _by_group(self, blocks: list[Block]) -> list[tuple[LayerGroup, list[int]]]:
         grouped, first = [], 0
@@ -123,30 +205,40 @@ class PrefixCache:
             self.retract(old)
         elif old is not None or DROPPED in pages:
             return None
-        block = self.blocks[link.name] = Block(link, pages)
         for page in pages:
             self._allocator.keep(page)
-            self._block_of[page] = block
-        self.on_change(link)
+        block = Block(link, pages)
+        self._add(block)
         return block
 
     def retract(self, block: Block) -> None:
         """Removes a block; does nothing if it was removed before."""
         if self.blocks.get(block.link.name) is block:
             del self.blocks[block.link.name]
-            for page in block.pages:
-                if page != DROPPED:
-                    del self._block_of[page]
-                    self._allocator.forget(page)
             self.on_change(block.link.name)
+        elif block in self.tails.get(root := root_of(block.link.before), []):
+            self._forget_tail(root, block)
+        else:
+            return
+        for page in block.pages:
+            if page != DROPPED:
+                del self._block_of[page]
+                self._allocator.marks[page] = TAKEN
+                self._allocator.forget(page)
+                if not block.is_whole:
+                    self.unknown.append(page)
 
     def _evicted(self, page: int) -> None:
         block = self._block_of.pop(page)
         place = block.pages.index(page)
         block.pages[place] = DROPPED
         # A block is useless without a page to which every later token attends, and when no page is
-        # left.
-        if self._group_at(place).window is None or all(other == DROPPED for other in block.pages):
+        # left. A tail is, without any of its pages.
+        if (
+            self._group_at(place).window is None
+            or all(other == DROPPED for other in block.pages)
+            or self.blocks.get(block.link.name) is not block
+        ):
             self.retract(block)
 
     def _group_at(self, place: int) -> LayerGroup:
@@ -154,9 +246,8 @@ class PrefixCache:
 
     def integrity(self) -> list[str]:
         """What is inconsistent, in words; empty when all is well."""
-        listed = {
-            page: block for block in self.blocks.values() for page in block.pages if page != DROPPED
-        }
+        blocks = chain(self.blocks.values(), *self.tails.values())
+        listed = {page: block for block in blocks for page in block.pages if page != DROPPED}
         if listed != self._block_of or listed.keys() != {
             page for page, kept in enumerate(self._allocator.kept) if kept
         }:

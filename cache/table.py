@@ -5,7 +5,7 @@ nothing of slot contents.
 """
 
 from array import array
-from itertools import chain
+from itertools import chain, islice
 from typing import TypeAlias
 
 from cache.layout import CacheLayout, LayerGroup, pages_for
@@ -108,6 +108,13 @@ class PageTable:
         self._allocator.share(page for page in chain(*prefix) if page != DROPPED)
         for pages, shared in zip(self.pages, prefix, strict=True):
             pages.extend(shared)
+        self._measure()
+
+    def append(self, block: list[int]) -> None:
+        """Adds the pages of one more block, which are its own."""
+        places = iter(block)
+        for group, pages in zip(self._layout.groups, self.pages, strict=True):
+            pages.extend(islice(places, group.num_stacks))
         self._measure()
 
     def release(self) -> list[int]:

@@ -138,6 +138,10 @@ class Loading(Message, frozen=True):
     phase: str
 
 
+STATUS_BYTES = 4
+"""Bytes of an engine's exit status as its holder tells it, negative for the number of a signal."""
+
+
 class Ready(Message, frozen=True):
     """The engine is loaded. The fields describe it to clients and operators."""
 
@@ -181,6 +185,8 @@ class Ready(Message, frozen=True):
     """Where weights are as in the file: matrices by the format of their blocks."""
     num_graphs: int = 0
     """CUDA graphs of captured steps."""
+    pid: int = 0
+    """The process id of the engine."""
 
 
 class Refused(Message, frozen=True):

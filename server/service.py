@@ -33,7 +33,7 @@ from server.protocol import EngineOptions
 from server.supervision.crash_policy import Timeouts
 from server.supervision.processors import available_processors, engine_threads, step_sizes
 from server.supervision.supervisor import State, Supervisor
-from server.supervision.transport import EngineProcess
+from server.supervision.transport import EngineHolder, EngineProcess
 from server.text.codec import TextCodec
 from server.text.jobs import Texts
 from server.text.service import TextService
@@ -128,7 +128,8 @@ class SupervisedEngine:
         self._start = start_message(settings, section)
         self._changed = asyncio.Event()
         # Before the tokenizer is read, as the engine's imports and weights take longer.
-        self._process = EngineProcess(self._start, self.workers.grammars)
+        self._holder = EngineHolder(self._start, self.workers.grammars)
+        self._process = EngineProcess(self._holder)
         self._num_spawned = 0
         self._crashed_at: float | None = None
         self._tick = min(TICK_SECONDS, section.stall_after / 10)
@@ -139,7 +140,7 @@ class SupervisedEngine:
         self.metrics = Metrics(name, section.metrics_aliases)
         ProcessCollector(
             "onehead_engine",
-            lambda: self._process.process.pid,
+            lambda: self._process.pid,
             registry=self.metrics.process_registry,
         )
         timeouts = Timeouts(section.stall_after, START_SECONDS, recovery)
@@ -193,7 +194,9 @@ class SupervisedEngine:
             start = msgspec.structs.replace(start, options=options, digest=ready.digest)
         if self._num_spawned:
             self.metrics.engine_restarts.inc()
-            self._process = EngineProcess(start, self.workers.grammars)
+            if self._holder.has_ended:
+                self._holder = EngineHolder(start, self.workers.grammars)
+            self._process = EngineProcess(self._holder)
         self._num_spawned += 1
         self._process.listen(on_message, partial(self._on_exit, on_exit))
         return self._process
@@ -206,6 +209,8 @@ class SupervisedEngine:
                 "cache.pages, hold the weights in fewer bits (engine.quantization), or raise the "
                 "limit of memory of this container or service"
             )
+            # Which gives back the memory of the cache, too.
+            self._holder.kill()
         then(status)
 
     def _keep_workers(self) -> None:

@@ -3,6 +3,7 @@
 Shape letters: T tokens of the step, H query heads, d columns of a head.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -24,6 +25,13 @@ class Backend(Protocol):
     @property
     def batch_invariant(self) -> bool:
         """Whether a token's output depends on its own sequence alone, bit for bit."""
+        ...
+
+    @property
+    def is_whole(self) -> Callable[[int], bool] | None:
+        """Tells whether a page holds the numbers that were written to it. None where that is not
+        known.
+        """
         ...
 
     def plan(self, batch: Batch) -> Any:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
-from cache.pages import PageAllocator
+from cache.ledger import PageLedger
+from cache.pages import TAKEN, PageAllocator
 from cache.table import PageTable
 from model.step import Row, SampledToken, SampleError, Sampling, StepPlan, StepResult
 from server.engine.decoding import Decoding
@@ -54,7 +55,10 @@ class OpenSequences:
     """
 
     def __init__(
-        self, limits: Limits, drafter_for: Callable[[Sequence], Drafter] | None = None
+        self,
+        limits: Limits,
+        drafter_for: Callable[[Sequence], Drafter] | None = None,
+        ledger: PageLedger | None = None,
     ) -> None:
         if limits.step_tokens < limits.max_running:
             raise ValueError(
@@ -81,11 +85,11 @@ class OpenSequences:
         self._in_flight: deque[list[Sequence]] = deque()
         """For each step in flight, the sequences of its rows; their ids may be used again before
         the step is committed."""
-        self._prefix_reuse = PrefixReuse(self.allocator, limits.layout)
+        self._prefix_reuse = PrefixReuse(self.allocator, limits.layout, ledger)
         self.prefixes = self._prefix_reuse.prefixes
-        self._pages_to_clear: list[int] = []
-        """Free pages that may hold NaN. The next step zeroes them, as 0 * NaN would leak through
-        masked slots."""
+        self._pages_to_clear = self.prefixes.unknown
+        """Pages that hold no token yet and may hold NaN. The next step zeroes them: 0 * NaN
+        would leak through masked slots."""
         self._started: list[Sequence] = []
         self.num_steps = 0
         """Steps that were committed."""
@@ -179,7 +183,13 @@ class OpenSequences:
     def _release(self, sequence: Sequence) -> None:
         freed = sequence.table.release()
         if sequence.corrupt:
-            self._pages_to_clear.extend(freed)
+            self._clear_later(freed)
+
+    def _clear_later(self, pages: list[int]) -> None:
+        """Has the next step zero these pages. No record holds for them any more."""
+        for page in pages:
+            self.allocator.marks[page] = TAKEN
+        self._pages_to_clear.extend(pages)
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent | PromptScored]:
         """Applies the result of the oldest step in flight and returns its events. Sequences that
@@ -218,6 +228,7 @@ class OpenSequences:
                 self._commit_row(index, sequence, plan.rows[index], result, events)
                 continue
             sequence.on_committed(draws=True)
+            self._prefix_reuse.record(sequence, end)
             if end % self._page_size in self._borders:
                 self._on_computed(sequence, end - 1, end)
             if sequence.account is not account:
@@ -262,6 +273,7 @@ class OpenSequences:
                 )
                 outcomes += forced
         if not isinstance(drawn, SampleError):
+            self._prefix_reuse.record(sequence, end)
             self._on_computed(sequence, row.start, end)
         if drawn is not None:
             outcomes.append(drawn)
@@ -328,8 +340,8 @@ class OpenSequences:
         """Non-finite logits may come from a rejected draft, through masked slots: recomputes the
         sequence without drafts on zeroed pages. It stays in the running set.
         """
-        sequence.drafter, sequence.num_computed = None, 0
-        self._pages_to_clear.extend(sequence.table.release())
+        sequence.drafter, sequence.num_computed, sequence.num_recorded = None, 0, 0
+        self._clear_later(sequence.table.release())
 
     def _append_tokens(
         self,

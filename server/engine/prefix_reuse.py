@@ -8,6 +8,7 @@ allocates no pages and does not decide which sequence runs.
 """
 
 from cache.layout import CacheLayout
+from cache.ledger import PageLedger
 from cache.pages import PageAllocator
 from cache.prefix import Block, PrefixCache
 from cache.table import DROPPED
@@ -17,8 +18,11 @@ from server.engine.sequence import Sequence
 class PrefixReuse:
     """The prefix cache of a scheduler, and the claims of its sequences."""
 
-    def __init__(self, allocator: PageAllocator, layout: CacheLayout) -> None:
-        self.prefixes = PrefixCache(allocator, layout)
+    def __init__(
+        self, allocator: PageAllocator, layout: CacheLayout, ledger: PageLedger | None = None
+    ) -> None:
+        self.prefixes = PrefixCache(allocator, layout, ledger)
+        self._ledger = ledger
         self._allocator = allocator
         self._page_size = layout.page_size
         self._claims: dict[bytes, int] = {}
@@ -52,12 +56,46 @@ class PrefixReuse:
         if blocks:
             sequence.table.share(self.prefixes.prefix(blocks))
             sequence.num_computed = len(blocks) * self._page_size
-        sequence.found = blocks
+        sequence.found, sequence.num_recorded = blocks, sequence.num_computed
+        if self.prefixes.tails:
+            self._take_tail(sequence)
         end = sequence.num_computed + sequence.num_plannable
         for link in sequence.links(end // self._page_size, self._page_size)[len(blocks) :]:
             if link.name not in self._claims:
                 self._claims[link.name] = sequence.id
                 sequence.claims.append(link.name)
+
+    def _take_tail(self, sequence: Sequence) -> None:
+        """Goes on within a block that an engine before has begun for this sequence."""
+        start = sequence.num_computed
+        end = min(start + self._page_size, sequence.num_skippable)
+        pages, count = self.prefixes.take_tail(
+            self._before(sequence), sequence.tokens(start, max(start, end))
+        )
+        if count:
+            sequence.table.append(pages)
+            sequence.num_computed += count
+            self.record(sequence, sequence.num_computed)
+            # It may take as many pages for what it computes next as it would without the tail.
+            sequence.table.drop(sequence.num_computed)
+
+    def _before(self, sequence: Sequence) -> bytes | str:
+        """What the name of the block that is recorded next is made of, before its tokens."""
+        links = sequence.links(sequence.num_recorded // self._page_size, self._page_size)
+        return links[-1].name if links else sequence.salt
+
+    def record(self, sequence: Sequence, end: int) -> None:
+        """Writes into the ledger that the tokens before `end` are computed."""
+        size = self._page_size
+        while self._ledger is not None and sequence.num_recorded < end:
+            start = sequence.num_recorded
+            pages = sequence.table.block(start // size)
+            stop = min(end, (start // size + 1) * size)
+            if DROPPED not in pages:
+                if start % size == 0:
+                    self._ledger.begin(self._before(sequence), pages)
+                self._ledger.append(pages, sequence.tokens(start, stop))
+            sequence.num_recorded = stop
 
     def publish(self, sequence: Sequence, start: int, end: int) -> None:
         """Adds to the prefix cache the blocks that are complete now that tokens `start` .. `end` -

@@ -171,7 +171,8 @@ class Scheduler(OpenSequences):
                 sequence.draw = num_draws
                 num_draws += 1
         self._in_flight.append(decoding + sequences)
-        clear, self._pages_to_clear = tuple(self._pages_to_clear), []
+        clear = tuple(self._pages_to_clear)
+        self._pages_to_clear.clear()
         return StepPlan(tuple(rows), clear, decode)
 
     def _draft(self, counts: dict[int, int]) -> dict[int, list[int]]:

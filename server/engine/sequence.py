@@ -88,6 +88,8 @@ class Sequence:
     preempted_at: int = -1
     """Length of the output when it was last preempted."""
     num_computed: int = 0
+    num_recorded: int = 0
+    """Tokens that were given to the ledger."""
     num_unseen: int = 0
     """Tokens that steps in flight sample."""
     num_in_flight: int = 0
@@ -218,7 +220,7 @@ class Sequence:
         """The block hashes of its first `count` pages, all of whose tokens it has."""
         links = self.chain.links
         for index in range(len(links), count):
-            self.chain.extend(self._tokens(index * page_size, (index + 1) * page_size))
+            self.chain.extend(self.tokens(index * page_size, (index + 1) * page_size))
         return links[:count]
 
     def draft(self, most: int) -> list[int]:
@@ -272,7 +274,7 @@ class Sequence:
                 )
             elif sample.num_unseen != self.num_unseen:
                 sample = self._sample = replace(sample, num_unseen=self.num_unseen)
-        tokens = self._tokens(start, end)
+        tokens = self.tokens(start, end)
         # Skips the call for most rows, which have nothing to score.
         scoring = (
             self._scoring(start, end) if self.forced or self.num_scored < len(self.prompt) else None
@@ -315,7 +317,7 @@ class Sequence:
         self._force(accepted)
         self.num_computed += len(accepted)
 
-    def _tokens(self, start: int, end: int) -> list[int]:
+    def tokens(self, start: int, end: int) -> list[int]:
         known = self.num_tokens - self.num_unseen
         if start >= known:
             return [PENDING] * (end - start)
@@ -339,7 +341,7 @@ class Sequence:
         first, last = max(unscored, start + 1), min(end, self.num_tokens - 1)
         if first > last:
             return None
-        return Scoring(first - 1 - start, self._tokens(first, last + 1), self.num_top)
+        return Scoring(first - 1 - start, self.tokens(first, last + 1), self.num_top)
 
     def take_scored(
         self, scored: list[SampledToken]

@@ -1,11 +1,13 @@
 """The engine process: receives messages, runs steps, sends events. server/child_process.py runs it,
-on an inherited pipe and a channel on which processes that follow constraints are asked for.
+on an inherited pipe, a channel on which processes that follow constraints are asked for, and one on
+which further engines are asked for (server.engine.holder).
 
 Invariant: it runs until Shutdown or until the other end of the pipe is closed. An exception in a
 step ends the process, and the supervisor replays its sequences; an exception in a submission fails
 that sequence alone. A thread sends heartbeats.
 """
 
+import contextlib
 import dataclasses
 import gc
 import logging
@@ -15,10 +17,14 @@ import socket
 import sys
 import threading
 import time
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 
+import msgspec
+
+from cache.ledger import PageLedger
 from model.checkpoint.conversion import only_pooled
 from model.checkpoint.families import read_spec
 from model.checkpoint.identity import ModelFiles
@@ -29,10 +35,12 @@ from server.child_process import allow_files, release_freed_memory
 from server.engine.cache_view import CacheViews
 from server.engine.core import EngineCore
 from server.engine.drafts import Drafter
+from server.engine.holder import hold, in_a_thread
 from server.engine.kv_events import KvPublisher
 from server.engine.masks import MaskProcesses
 from server.engine.scheduler import Limits, NeverFits, PromptScored, Scheduler, TokenEvent
 from server.errors import one_line
+from server.supervision.processors import on_gpu
 
 if TYPE_CHECKING:
     from model.checkpoint.weights import Report
@@ -103,12 +111,19 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
         device_memory=runner.device.own_memory(),
         num_graphs=runner.num_graphs,
     )
-    drafter_for = (
-        (lambda sequence: Drafter(sequence.prompt))
-        if start.options.speculation == "ngram"
-        else None
-    )
-    return EngineCore(Scheduler(limits, drafter_for), runner), ready
+    return EngineCore(_scheduler(start, limits, runner), runner), ready
+
+
+def _scheduler(start: protocol.Start, limits: Limits, runner: "ModelRunner") -> Scheduler:
+    """A scheduler that drafts tokens if that is asked for, and whose pages are found by the engine
+    after this one if the backend can vouch for what they hold.
+    """
+    drafter_for, ledger = None, None
+    if start.options.speculation == "ngram":
+        drafter_for = lambda sequence: Drafter(sequence.prompt)  # noqa: E731
+    if runner.backend.is_whole is not None:
+        ledger = PageLedger(limits.num_pages, limits.layout, runner.backend.is_whole)
+    return Scheduler(limits, drafter_for, ledger)
 
 
 def _check_files(max_running: int) -> None:
@@ -429,6 +444,16 @@ def _refusal(error: Exception, start: protocol.Start) -> protocol.Refused:
     )
 
 
+def _refuse(pipe: Connection, error: Exception, start: protocol.Start) -> NoReturn:
+    """Says why there is no engine, and ends the process; threads that still hash files are not
+    waited for.
+    """
+    with contextlib.suppress(OSError):  # The API process has ended.
+        pipe.send_bytes(protocol.encode(_refusal(error, start)))
+    logging.shutdown()
+    os._exit(0)
+
+
 def _end(error: Exception, device: "Device | None") -> NoReturn:
     """Ends the process for an error that no single request has caused, with what is known of the
     hardware in the log.
@@ -442,7 +467,11 @@ def _end(error: Exception, device: "Device | None") -> NoReturn:
 
 
 def main() -> None:
-    """Entry point: receives Start, answers Ready or Refused, then serves."""
+    """Entry point: receives Start, loads the engine and answers Refused, or becomes the holder of
+    the engines that serve. Where that cannot be, as with a GPU, whose memory no fork can share, it
+    serves itself.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # A service manager may signal every process of the service; only the API process reacts,
         # and drains first.
@@ -452,43 +481,65 @@ def main() -> None:
     gc.disable()
     try:
         start = protocol.decode_to_engine(pipe.recv_bytes())
-        if not isinstance(start, protocol.Start) or start.version != protocol.VERSION:
-            raise CheckpointError(
-                f"expected a Start message of protocol version {protocol.VERSION}"
-            )
-        sink = logs.configure(start.log_level, start.log_format)
-        try:
-            # Before the weights are read, so that an address in use is refused soon. Numbers are
-            # above all of an engine or a server before, so that a subscriber sees a gap, and not
-            # messages that it knows already.
-            publisher = (
-                KvPublisher(start.kv_events, time.time_ns()) if start.kv_events.address else None
-            )
-            core, ready = load(start, report := load_report(pipe, sink))
-            device = cast("ModelRunner", core.runner).device
-            worker = Worker(
-                pipe, core, MaskProcesses(socket.socket(fileno=int(sys.argv[2]))), device, publisher
-            )
-            # Before Ready: an engine that cannot start a thread is refused.
-            worker.start_heartbeat(start.heartbeat_seconds)
-            report("starting to serve", 0, 0)
-        except Exception as error:
-            pipe.send_bytes(protocol.encode(_refusal(error, start)))
-            logging.shutdown()
-            os._exit(0)  # Threads that still hash files are not waited for.
-        worker.send(ready)
-        # Excludes what is loaded from garbage collection, whose pauses would delay steps.
-        gc.freeze()
-        gc.enable()
-        release_freed_memory()
-        try:
-            worker.serve()
-        except (EOFError, ConnectionError):
-            raise
-        except Exception as error:
-            _end(error, device)
     except (EOFError, ConnectionError):
         return  # The API process has ended.
+    if not isinstance(start, protocol.Start) or start.version != protocol.VERSION:
+        raise CheckpointError(f"expected a Start message of protocol version {protocol.VERSION}")
+    sink = logs.configure(start.log_level, start.log_format)
+    report = load_report(pipe, sink)
+    loading = partial(load, start, report)
+    try:
+        core, ready = loading() if on_gpu(start.options.device) else in_a_thread(loading)
+        report("starting to serve", 0, 0)
+    except Exception as error:
+        _refuse(pipe, error, start)
+    # Excludes what is loaded from garbage collections, whose pauses would delay steps, and which
+    # would copy the memory that a fork shares.
+    gc.freeze()
+    release_freed_memory()
+    grammars = socket.socket(fileno=int(sys.argv[2]))
+    # Where a page cannot be checked, what an engine leaves in it must not reach the next one.
+    if sys.platform != "linux" or cast("ModelRunner", core.runner).backend.is_whole is None:
+        serve(pipe, start, core, ready, grammars)
+        return
+    control = socket.socket(fileno=int(sys.argv[3]))
+    hold(control, pipe, lambda pipe: serve(pipe, start, core, ready, grammars), grammars.fileno())
+
+
+def serve(
+    pipe: Connection,
+    start: protocol.Start,
+    core: EngineCore,
+    ready: protocol.Ready,
+    grammars: socket.socket,
+) -> None:
+    """Serves with a loaded engine until Shutdown, or until the API process has ended. Sends Ready,
+    or Refused where a thread or the address of KV events cannot be had.
+    """
+    device = cast("ModelRunner", core.runner).device
+    try:
+        logs.configure(start.log_level, start.log_format)
+        device.use_threads(start.options.threads)
+        # Numbers are above all of an engine or a server before, so that a subscriber sees a gap,
+        # and not messages that it knows already.
+        publisher = (
+            KvPublisher(start.kv_events, time.time_ns()) if start.kv_events.address else None
+        )
+        worker = Worker(pipe, core, MaskProcesses(grammars), device, publisher)
+        core.scheduler.prefixes.adopt()
+        # Before Ready: an engine that cannot start a thread is refused.
+        worker.start_heartbeat(start.heartbeat_seconds)
+    except Exception as error:
+        _refuse(pipe, error, start)
+    gc.enable()
+    try:
+        worker.send(msgspec.structs.replace(ready, pid=os.getpid()))
+        worker.serve()
+    except (EOFError, ConnectionError):
+        pass  # The API process has ended.
+    except Exception as error:
+        _end(error, device)
+    logging.shutdown()
 
 
 if __name__ == "__main__":

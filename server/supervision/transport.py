@@ -1,4 +1,5 @@
-"""EngineProcess: starts an engine process, and sends and receives its messages over a pipe.
+"""EngineHolder starts the process that engines are forked from; EngineProcess sends and receives
+the messages of an engine over a pipe.
 
 The event loop reads. A thread writes, because writing to a stopped engine blocks; after the last
 message it waits for the process to exit. Invariant: every message is delivered in order, then the
@@ -9,7 +10,9 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import queue
+import signal
 import socket
 import struct
 import subprocess
@@ -17,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 
 import msgspec
 
@@ -31,6 +35,11 @@ EXIT_SECONDS = 1.0
 POLL_SECONDS = 0.01
 """Seconds from one look whether an engine has ended to the next."""
 ENGINE_MODULE = "server.engine.worker"
+NEXT = b"next"
+"""What comes to the holder with the pipe of a new engine."""
+FORK_SECONDS = 30.0
+"""Time in which an engine has to be ready that is forked from one that was loaded; then it is
+loaded again."""
 READ_BYTES = 2**18
 """Bytes read before the event loop runs other tasks."""
 _LENGTH = struct.Struct("!i")
@@ -67,18 +76,19 @@ class Frames:
             del self._data[:begin]
 
 
-class EngineProcess:
-    """An engine process, which is sent its Start at once. `grammars`: the channel over which it
+class EngineHolder:
+    """The process that loads an engine, and forks one after another from itself; on a GPU it is the
+    one engine itself. It is sent its Start at once. `grammars`: the channel over which an engine
     asks for processes that follow constraints. Raises OSError.
     """
 
     def __init__(self, start: protocol.Start, grammars: socket.socket) -> None:
-        self._outbox: queue.SimpleQueue[protocol.ToEngine | None] = queue.SimpleQueue()
-        self._frames = Frames()
-        self._pipe, theirs = Pipe(duplex=True)
-        # The child holds the only copy afterwards, so the pipe ends when the child does.
-        with theirs:
-            descriptors = theirs.fileno(), grammars.fileno()
+        self._first: Connection | None
+        self._first, pipe = Pipe(duplex=True)
+        self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # The child holds the only copies afterwards, so that they end when it does.
+        with pipe, control:
+            descriptors = pipe.fileno(), grammars.fileno(), control.fileno()
             # A process group of its own: Ctrl-C in a terminal must reach only this process, which
             # drains first.
             self.process = subprocess.Popen(
@@ -90,7 +100,70 @@ class EngineProcess:
                 env=engine_environment(),
             )
         with contextlib.suppress(OSError):  # It has exited, which `listen` finds.
-            self._pipe.send_bytes(protocol.encode(start))
+            self._first.send_bytes(protocol.encode(start))
+
+    @property
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+    @property
+    def has_loaded(self) -> bool:
+        """Whether further engines are forked."""
+        return self._first is None
+
+    def engine(self) -> Connection:
+        """The pipe to the engine that is being loaded or, if that was asked for before, to a new
+        one. Raises OSError.
+        """
+        pipe, self._first = self._first, None
+        if pipe is not None:
+            return pipe
+        ours, theirs = Pipe(duplex=True)
+        with theirs:
+            try:
+                socket.send_fds(self._control, [NEXT], [theirs.fileno()])
+            except OSError:
+                ours.close()
+                raise
+        return ours
+
+    def engine_status(self) -> int:
+        """Waits until the engine has ended, and returns its exit status."""
+        said = b""
+        with contextlib.suppress(OSError):
+            said = self._control.recv(protocol.STATUS_BYTES)
+        if said:
+            return int.from_bytes(said, "big", signed=True)
+        self._control.close()
+        return self.process.wait()
+
+    def end(self) -> None:
+        """Lets it end by itself, as it does without an engine."""
+        self._control.close()
+
+    def kill(self) -> None:
+        """Ends it, and the engine with it."""
+        self.process.kill()
+        self.process.wait()
+
+
+class EngineProcess:
+    """An engine of a holder. Raises OSError."""
+
+    def __init__(self, holder: EngineHolder) -> None:
+        self._outbox: queue.SimpleQueue[protocol.ToEngine | None] = queue.SimpleQueue()
+        self._frames = Frames()
+        self._holder = holder
+        self._is_forked = holder.has_loaded
+        self._pipe = holder.engine()
+        self._pid = 0
+        """The engine's process id, once it is ready."""
+        self._has_ended = False
+
+    @property
+    def pid(self) -> int:
+        """The engine's process id; while it is loaded that of its holder."""
+        return self._pid or self._holder.process.pid
 
     def listen(
         self, on_message: Callable[[protocol.FromEngine], None], on_exit: Callable[[int], None]
@@ -108,30 +181,42 @@ class EngineProcess:
         except (
             RuntimeError
         ) as error:  # The thread limit is reached; reported like a process that cannot be spawned.
-            self.process.kill()
+            self._holder.process.kill()
             raise OSError(errno.EAGAIN, "no thread can be started") from error
         self._loop.add_reader(self._socket, self._read)
+        if self._is_forked:
+            self._loop.call_later(FORK_SECONDS, self._end_if_not_ready)
 
     def end(self) -> None:
-        """Ends a process that is not listened to."""
+        """Ends an engine that is not listened to, and its holder."""
         self._pipe.close()
-        self.process.kill()
-        self.process.wait()
+        self._holder.kill()
 
     def send(self, message: protocol.ToEngine) -> None:
         """Queues a message; never blocks. Messages to an engine that has exited are dropped."""
         self._outbox.put(message)
 
     def kill(self) -> None:
-        """Sends SIGKILL; `on_exit` is called when the process has ended."""
-        self.process.kill()
+        """Sends SIGKILL; `on_exit` is called when the process has ended. One that is not ready ends
+        with its holder.
+        """
+        if self._has_ended:
+            return
+        if self._pid in (0, self._holder.process.pid):
+            self._holder.process.kill()
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
 
     async def ended(self, timeout: float) -> None:
-        """Waits for the process to end; kills it after `timeout` seconds."""
+        """Waits for the engine and its holder to end; kills them after `timeout` seconds."""
         end = time.monotonic() + timeout
-        while self.process.poll() is None:  # Without a thread, which may not be had any more.
+        # Without a thread, which may not be had any more.
+        while not self._holder.has_ended:
+            if self._has_ended:
+                self._holder.end()
             if time.monotonic() >= end:
-                self.kill()
+                self._holder.process.kill()
             await asyncio.sleep(POLL_SECONDS)
 
     def _read(self) -> None:
@@ -153,9 +238,21 @@ class EngineProcess:
             self._loop.remove_reader(self._socket)
             self._socket.close()
             self._loop.call_later(EXIT_SECONDS, self.kill)
+            self._loop.call_later(2 * EXIT_SECONDS, self._end_holder)
             self._outbox.put(None)
 
+    def _end_if_not_ready(self) -> None:
+        if not self._pid:
+            self.kill()
+
+    def _end_holder(self) -> None:
+        """A holder that has not said how its engine ended is stopped, or worse."""
+        if not self._has_ended:
+            self._holder.process.kill()
+
     def _deliver(self, message: protocol.FromEngine) -> None:
+        if isinstance(message, protocol.Ready):
+            self._pid = message.pid
         try:
             self._on_message(message)
         except Exception:
@@ -170,9 +267,10 @@ class EngineProcess:
                     self._pipe.send_bytes(protocol.encode(message))
         except Exception:
             log.exception("a message to the engine could not be sent")
-            self.process.kill()  # The supervisor sends everything again to the next engine.
+            self.kill()  # The supervisor sends everything again to the next engine.
         finally:
             self._pipe.close()
-            status = self.process.wait()
+            status = self._holder.engine_status()
+            self._has_ended = True
             with contextlib.suppress(RuntimeError):  # The event loop has been closed.
                 self._loop.call_soon_threadsafe(self._on_exit, status)

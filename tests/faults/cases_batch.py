@@ -21,7 +21,7 @@ from tests.faults.cases_files import Damage, no_weights, other_weights
 from tests.faults.rules import FOLDER_VARIABLE, Rule, as_json
 from tests.faults.scene import command_line
 from tests.support.paths import ROOT
-from tests.support.processes import DEADLINE, alive, children, kill, wait_until
+from tests.support.processes import DEADLINE, alive, children, forked, kill, wait_until
 
 REQUESTS = 400
 PACE = Rule("pace", seconds=0.004)
@@ -73,17 +73,21 @@ class Batch:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, text=True)
         return self.process
 
-    def engine(self) -> int:
-        """The engine that runs, or is loaded, now."""
+    def holder(self) -> int:
+        """The process that holds the weights."""
 
-        def engines() -> list[int]:
+        def holders() -> list[int]:
             return [
                 pid
                 for pid in children(self.process.pid)
                 if alive(pid) and b"faulty_worker" in command_line(pid)
             ]
 
-        return int(wait_until(engines, "an engine")[0])
+        return int(wait_until(holders, "an engine")[0])
+
+    def engine(self) -> int:
+        """The engine that runs, or is loaded, now."""
+        return forked([self.holder()])[0]
 
     def answered(self, count: int) -> None:
         """Waits until so many answers are kept."""
@@ -196,7 +200,7 @@ def test_a_successor_of_another_model_answers_nothing(
     batch.run(None, "--recovery_timeout", "10", rules=(PACE,))
     batch.answered(100)
     damage(batch.model)
-    kill(batch.engine())
+    kill(batch.holder())
     # Refused three times within that time, or so slow to load that it was refused less often.
     status = CONFIGURATION if batch.process.wait(DEADLINE) == CONFIGURATION else GAVE_UP
     batch.ended(status, words)

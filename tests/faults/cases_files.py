@@ -1,5 +1,5 @@
 """F29: the files of the model are replaced, broken or deleted while it is served, or the working
-directory is, and then the engine dies.
+directory is, and then the engine dies with the process that holds the weights.
 
 Streams go on in the same model, or end with an error that says why; never in another one.
 """
@@ -89,7 +89,7 @@ def ends(scene: Scene, damage: Damage, reason: str) -> None:
     """
     folder, exchanges = under_streams(scene, 4.0)
     damage(folder)
-    scene.kill_engine()
+    scene.kill_holder()
     wait_until(lambda: reason in scene.server.get("/ready")[1], "/ready says why", 10.0)
     for exchange in exchanges:
         exchange.join()
@@ -108,7 +108,7 @@ def is_put_back(scene: Scene, damage: Damage, reason: str) -> None:
     folder, _ = under_streams(scene, 30.0)
     whole = Path(shutil.copytree(folder, scene.files / "whole"))
     damage(folder)
-    scene.kill_engine()
+    scene.kill_holder()
     wait_until(lambda: reason in scene.server.get("/ready")[1], "/ready says why", 10.0)
     for path in whole.iterdir():
         folder.mkdir(exist_ok=True)
@@ -124,7 +124,7 @@ def no_working_directory(scene: Scene) -> None:
     exchanges = scene.ask_all(scene.asks(STREAMS, 40))
     gone.rmdir()
     exchanges[0].reach(3)
-    scene.kill_engine()
+    scene.kill_holder()
     scene.all_finished()
 
 
@@ -142,7 +142,7 @@ def a_link_moves_on(scene: Scene) -> None:
     link.unlink()
     link.symlink_to(following)
     exchanges[0].reach(3)
-    scene.kill_engine()
+    scene.kill_holder()
     scene.all_finished()
 
 

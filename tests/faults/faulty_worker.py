@@ -21,7 +21,7 @@ from msgspec import structs
 
 from model.step import StepPlan
 from server import protocol
-from server.engine import masks, worker
+from server.engine import holder, masks, worker
 from server.errors import ConstraintFailed
 from tests.faults.faulty_server import time_jumps
 from tests.faults.rules import Rule, Rules
@@ -283,10 +283,14 @@ def contains(tokens: list[int], part: list[int]) -> bool:
 
 def install(faults: Faults) -> None:
     """Puts the wraps where the production engine looks its parts up."""
-    load, constraint = worker.load, masks.MaskProcesses.constraint
+    load, serve, constraint = worker.load, worker.serve, masks.MaskProcesses.constraint
+
+    def faulty_serve(*arguments: Any) -> None:
+        faults.rules.count_engine()
+        faults.loading()
+        serve(*arguments)
 
     def faulty_load(start: protocol.Start, report: Any) -> Any:
-        faults.loading()
         core, *others = load(start, report)
         core.runner = FaultyRunner(core.runner, core.scheduler, faults, Path(start.tokenizer))
         markers.extend(
@@ -303,13 +307,13 @@ def install(faults: Faults) -> None:
 
     markers: list[tuple[Rule, list[int]]] = []
     FaultyPipe.faults = faults
-    worker.load, worker.Connection = faulty_load, FaultyPipe  # type: ignore[misc, attr-defined]
+    worker.load, worker.serve = faulty_load, faulty_serve  # type: ignore[assignment]
+    worker.Connection = holder.Connection = FaultyPipe  # type: ignore[misc, attr-defined]
     masks.MaskProcesses.constraint = faulty_constraint  # type: ignore[method-assign, assignment]
 
 
 def main() -> None:
     rules = Rules.of_environment()
-    rules.count_engine()
     for _ in rules.named("time_jumps"):
         time_jumps()
     install(Faults(rules))

@@ -23,7 +23,7 @@ from tests.faults.checker import verdict
 from tests.faults.clients import Ask, Exchange, asks
 from tests.faults.history import History
 from tests.faults.rules import FOLDER_VARIABLE, Rule, as_json, never_struck
-from tests.support.processes import LB_GRACE, ServerProcess, alive, children, wait_until
+from tests.support.processes import LB_GRACE, ServerProcess, alive, children, forked, wait_until
 
 LIVE_SECONDS = 2.0
 WATCH_SECONDS = 0.05
@@ -114,7 +114,12 @@ class FaultyServer(ServerProcess):
 
     @property
     def engines(self) -> list[int]:
-        """The engine processes that live: one, or none for a moment."""
+        """The engine processes that live: one, or what will fork it."""
+        return forked(self.holders)
+
+    @property
+    def holders(self) -> list[int]:
+        """The process that holds the weights, while it lives."""
         return [
             pid
             for pid in children(self.process.pid)
@@ -238,6 +243,14 @@ class Scene:
         self.history.act(what, pid=pid, signal=number)
         os.kill(pid, number)
         return time.monotonic()
+
+    def kill_holder(self) -> int:
+        """SIGKILL for the process that holds the weights, with which its engine ends."""
+        self.server.wait_ready()
+        (pid,) = self.server.holders
+        self.strike(pid, signal.SIGKILL, "kill holder")
+        wait_until(lambda: not alive(pid), "the holder is dead")
+        return pid
 
     def kill_engine(self) -> int:
         """SIGKILL; the pid that it had. Returns when it is dead."""

@@ -27,10 +27,13 @@ def test_the_oom_killer_is_named_where_the_kernel_counts_it(
 ) -> None:
     before, after = counts
     monkeypatch.setattr("server.service.num_oom_kills", lambda: after)
-    engine: Any = SimpleNamespace(_num_oom_kills=before)
+    kills: list[bool] = []
+    holder = SimpleNamespace(kill=lambda: kills.append(True))
+    engine: Any = SimpleNamespace(_num_oom_kills=before, _holder=holder)
     ended: list[int] = []
     SupervisedEngine._on_exit(engine, ended.append, status)
     # Of the next engine, without another such end.
     SupervisedEngine._on_exit(engine, ended.append, status)
     assert ended == [status] * 2
     assert caplog.text.count("OOM killer") == caplog.text.count("lower cache.memory") == int(named)
+    assert len(kills) == int(named), "the memory of the cache is given back"

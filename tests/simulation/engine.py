@@ -28,7 +28,7 @@ from server.errors import ConstraintFailed
 from server.protocol import Guidance
 from tests.server.engine.test_scheduler import ALL_TOKENS, Forcing
 from tests.simulation.clients import Turns
-from tests.simulation.model import DRIFT, PagedHash, Poisoned
+from tests.simulation.model import DRIFT, PagedHash
 from tests.support.delayed import DelayedRunner
 from tests.support.fake_engine import READY
 from tests.support.guesser import Guesser
@@ -198,7 +198,7 @@ class FaultyRunner(Immediate):
         self.model = model
         self.layout = layout
         self.progress = 0
-        self.poisoned = Poisoned()
+        self.poisoned = engine.world.poisoned
 
     def run(self, plan: StepPlan) -> StepResult:
         self.begin(plan)
@@ -236,6 +236,7 @@ class FaultyRunner(Immediate):
         faults = self._faults(plan)
         for _, fault in faults.values():
             self._poison(fault)
+        self.model.clear(plan.clear)
         for i in self.poisoned.check(plan):
             faults[i] = plan.rows[i], "nan"
         if engine.world.drift and isinstance(self.model, PagedHash):
@@ -341,7 +342,11 @@ class SimulatedEngine:
         limits = Limits(
             scenario.pages, layout, scenario.max_context, scenario.max_running, scenario.step_tokens
         )
-        scheduler = Scheduler(limits, self._drafter if scenario.speculates else None)
+        drafter = self._drafter if scenario.speculates else None
+        scheduler = Scheduler(limits, drafter, world.ledger)
+        scheduler.prefixes.adopt()
+        world.seen["adopted: full blocks"] += len(scheduler.prefixes.blocks)
+        world.seen["adopted: tails"] += len(scheduler.prefixes.tails)
         self.runner = FaultyRunner(self, model, layout)
         self.delayed = DelayedRunner(
             self.runner.run, self.runner.finish, self.runner.begin, world.random

@@ -56,13 +56,17 @@ class PagedHash:
     """
 
     def __init__(
-        self, page_size: int, end_rate: float, prompt_states: Callable[[int], list[int]]
+        self,
+        page_size: int,
+        end_rate: float,
+        prompt_states: Callable[[int], list[int]],
+        pages: dict[int, list[int]],
     ) -> None:
         self.page_size = page_size
         self.end_rate = end_rate
         self.drift = 0
         self._prompt_states = prompt_states
-        self._pages: dict[int, list[int]] = {}
+        self._pages = pages
 
     def run(self, plan: StepPlan) -> StepResult:
         rows = plan.rows
@@ -70,6 +74,10 @@ class PagedHash:
             self._write(row)
         scored = {i: score(row) for i, row in enumerate(rows) if row.scoring is not None}
         return result(plan, [self._draw(row) for row in rows], scored)
+
+    def clear(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self._pages.pop(page, None)
 
     def _write(self, row: Row) -> None:
         size, pages, numbers = self.page_size, self._pages, row.pages[0]

@@ -21,6 +21,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from cache.pages import PageAllocator
 from cache.prefix import PrefixCache
 from cache.table import PageTable
 from model.step import Row
@@ -411,6 +412,49 @@ MUTANTS = (
     Mutant("expired too early", StreamStore, "sweep", "< self.retention.seconds", "< 0"),
     Mutant("somebody else's stream", StreamStore, "find", "buffer.owner == owner", "True"),
     Mutant("a stream stopped twice", StreamBuffer, "stop", "not self._stopped and", ""),
+    # --- what an engine leaves behind
+    Mutant(
+        "a page that is written again and still recorded",
+        PageAllocator,
+        "allocate",
+        "self.marks[page] = TAKEN",
+        "pass",
+    ),
+    Mutant(
+        "a block of a corrupt sequence that is still recorded",
+        Scheduler,
+        "_clear_later",
+        "self.allocator.marks[page] = TAKEN",
+        "pass",
+    ),
+    Mutant(
+        "a tail of other tokens",
+        PrefixCache,
+        "take_tail",
+        "block.link.tokens[:num_bytes] == wanted[:num_bytes]",
+        "True",
+    ),
+    Mutant(
+        "a tail with two owners",
+        PrefixCache,
+        "take_tail",
+        "self._forget_tail(root, block)",
+        "pass",
+    ),
+    Mutant(
+        "tokens recorded that are not computed",
+        PrefixReuse,
+        "record",
+        "min(end, (start // size + 1) * size)",
+        "min(sequence.num_tokens, (start // size + 1) * size)",
+    ),
+    Mutant(
+        "pages of unknown contents that nobody clears",
+        PrefixCache,
+        "adopt",
+        "self.unknown.append(page)",
+        "pass",
+    ),
 )
 
 

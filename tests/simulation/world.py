@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any
 
+from cache.ledger import PageLedger
 from server import protocol
 from server.http.stream_buffer import StreamStore
 from server.supervision.crash_policy import (
@@ -26,7 +27,7 @@ from tests.simulation import model as simulation_model
 from tests.simulation.checks import check_ends, check_idle, check_outcome
 from tests.simulation.engine import KILLED, Crashed, Died, Hung, Script, SimulatedEngine
 from tests.simulation.front import Choice, Request, Violation
-from tests.simulation.model import PagedHash
+from tests.simulation.model import PagedHash, Poisoned
 from tests.simulation.plan import END_RATE, PATIENCE, Call, Scenario
 from tests.support import hash_model
 from tests.support.integrity import integrity
@@ -82,6 +83,11 @@ class World:
         self.stopped = False
         self.store = StreamStore(scenario.retention, lambda: f"s{len(self.requests)}")
         self.supervisor = Supervisor(self._spawn, self._on_state, self._on_news, PATIENCE)
+        self.pages: dict[Any, Any] = {}
+        self.poisoned = Poisoned()
+        self.ledger: PageLedger | None = PageLedger(
+            scenario.pages, scenario.layout, lambda page: True
+        )
         self._fail_nth = fail_nth or FailNth()
         self._heap: list[tuple[float, int, Callback, Any]] = []
         self._ticket = 0
@@ -120,11 +126,18 @@ class World:
         )
 
     def new_model(self) -> Any:
+        """A model whose pages hold what the engine before has left in them, where engines share
+        memory; no step of theirs is in flight then.
+        """
         scenario = self.scenario
+        if scenario.overlaps:
+            self.pages, self.poisoned, self.ledger = {}, Poisoned(), None
         if not self.windows:
-            return PagedHash(scenario.layout.page_size, END_RATE, self._states)
+            return PagedHash(scenario.layout.page_size, END_RATE, self._states, self.pages)
         self.seen["path: layers with windows"] += 1
-        return hash_model.HashModel(scenario.layout, END_RATE)
+        model = hash_model.HashModel(scenario.layout, END_RATE)
+        model.slots = self.pages
+        return model
 
     def next_token(self, tokens: list[int], seed: int) -> int:
         """The token that the model generates after these."""

@@ -148,7 +148,7 @@ class Engine:
             max(step_tokens, max_running),
         )
         more = [_drafter_for] if speculate else []
-        return EngineCore(Scheduler(limits, *more), self.runner)
+        return EngineCore(Scheduler(limits, *more), self.runner)  # type: ignore[arg-type]
 
 
 def can_speculate() -> bool:

@@ -7,6 +7,7 @@ positions that its pages do not hold, or that another sequence has overwritten, 
 
 import hashlib
 from collections.abc import Callable, Sequence
+from itertools import product
 
 from cache.layout import CacheLayout
 from model.step import Row, SampledToken, StepPlan, StepResult
@@ -82,6 +83,11 @@ class HashModel(Immediate):
                     self.slots[self._slot(row, position, kind)] = (position, states[position], kind)
         scored = {i: self._score(row) for i, row in enumerate(plan.rows) if row.scoring is not None}
         return result(plan, [self._draw(row) for row in plan.rows], scored)
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Forgets what these pages hold."""
+        for page, offset in product(pages, range(self.layout.page_size)):
+            self.slots.pop((page, offset), None)
 
     def _states_before(self, row: Row) -> list[int]:
         """The states before a row: computed for this sequence, or read from its pages."""

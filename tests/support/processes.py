@@ -47,15 +47,24 @@ def children(pid: int) -> list[int]:
 
 
 def engines(pid: int) -> list[int]:
-    """Engine processes among the children of a server; the others are copies of it, or load its
-    checkpoint.
+    """Engine processes of a server: what was forked from those among its children that hold the
+    weights, or these themselves. Its other children are copies of it, or load its checkpoint.
     """
     others = command_line(pid), b""
-    return [
+    holders = [
         child
         for child in children(pid)
         if (line := command_line(child)) not in others and b"server.text." not in line
     ]
+    return forked(holders)
+
+
+def forked(holders: list[int]) -> list[int]:
+    """The engines that these processes have forked. One that has never forked any loads an engine,
+    or is one.
+    """
+    engines = [engine for holder in holders for engine in children(holder) or [holder]]
+    return [engine for engine in engines if alive(engine)]
 
 
 def command_line(pid: int) -> bytes:

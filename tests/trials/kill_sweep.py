@@ -203,8 +203,8 @@ async def restarts_of(server: Server) -> int:
 
 
 def judge(round: Round, questions: list[Ask], answers: list[Answer], oracles: list[Answer]) -> None:
-    """Every difference from the oracle, and the silence of every stream that waited for the next
-    engine.
+    """Every difference from the oracle, and the longest silence, from the strike on, of every
+    stream that waited for the next engine.
     """
     # What the dead engine had sent arrives within milliseconds, what the next one sends after it is
     # ready.
@@ -222,7 +222,10 @@ def judge(round: Round, questions: list[Ask], answers: list[Answer], oracles: li
             round.problems.append(place | difference(answer, oracle) | {"problem": problem})
         if answer.times and answer.times[-1] > between:
             times = [answer.sent, *answer.times]
-            round.gaps.append(max(later - earlier for earlier, later in pairwise(times)))
+            struck = round.strikes[0]
+            round.gaps.append(
+                max(later - earlier for earlier, later in pairwise(times) if later > struck)
+            )
 
 
 def difference(answer: Answer, oracle: Answer) -> dict[str, Any]:

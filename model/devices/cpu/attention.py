@@ -43,6 +43,7 @@ class Attention(ctypes.Structure):
             for name in ("stack", "num_heads", "key_dim", "value_dim", "page_size", "number_type")
         ),
         ("scale", ctypes.c_float),
+        ("sums", ctypes.c_void_p),
     )
 
 
@@ -86,6 +87,7 @@ class NativeBackend:
                 stack=place.stack,
                 key_dim=key_dim,
                 scale=scale,
+                sums=None if pool.sums_P is None else pool.sums_P.data_ptr(),
             )
             struct.value_dim = value_dim
             struct.page_size = pool.page_size
@@ -109,6 +111,15 @@ class NativeBackend:
         copy = Attention.from_buffer_copy(struct)
         copy.num_heads = num_heads
         return copy, number
+
+    def is_whole(self, page: int) -> bool:
+        total = 0
+        for x in self.pool.stored:
+            for numbers in x[:, page]:
+                total += self.library.sum_numbers(
+                    numbers.data_ptr(), numbers.numel(), numbers.itemsize
+                )
+        return self.pool.sums_P is not None and total == int(self.pool.sums_P[page])
 
     def run(
         self,

@@ -295,11 +295,9 @@ def test_a_crash_of_the_engine_is_in_the_span_of_decode(
     os.kill(server.engine_pid, signal.SIGKILL)
     assert len(list(events)) == 39
     found = collector.of(id)
-    assert (
-        found["decode"].end - found["decode"].begin
-        > 0.5
-        > found["queue"].end - found["queue"].begin
-    )
+    # It is as long as a fork of the engine takes, at least.
+    decode, queue = (found[name].end - found[name].begin for name in ("decode", "queue"))
+    assert decode > 0.01 + queue
     assert found["whole"].attributes["gen_ai.usage.output_tokens"] == 40
 
 

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from server import protocol
-from server.supervision.transport import EngineProcess, Frames
+from server.supervision.transport import EngineHolder, EngineProcess, Frames
 
 
 def messages(rng: random.Random) -> list[protocol.FromEngine]:
@@ -82,12 +82,13 @@ def started(
             f"Connection(int(sys.argv[1])); {line}"
         )
         popen = subprocess.Popen
-        patched = lambda command, **named: popen([sys.executable, "-c", code, command[-2]], **named)  # noqa: E731
+        patched = lambda command, **named: popen([sys.executable, "-c", code, command[-3]], **named)  # noqa: E731
         monkeypatch.setattr("server.supervision.transport.subprocess.Popen", patched)
         ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         heard: list[protocol.FromEngine] = []
         with socket.socket() as channel:
-            processes.append(EngineProcess(protocol.Shutdown(), channel))  # type: ignore[arg-type]
+            holder = EngineHolder(protocol.Shutdown(), channel)  # type: ignore[arg-type]
+        processes.append(EngineProcess(holder))
         processes[-1].listen(heard.append, ended.set_result)
         return processes[-1], ended, heard
 

@@ -21,6 +21,24 @@ constexpr int MAX_ROWS = 96;  // Rows that pass a page together.
 
 extern "C" const char *isa() { return ISA; }
 
+// Stores a number. Returns by how much the sum of its page grows.
+template <class Number> static int64_t put(float x, Number *place) {
+    const int64_t before = whole(*place);
+    narrow(x, place);
+    return whole(*place) - before;
+}
+
+template <class Whole> static int64_t sum(const Whole *numbers, int64_t count) {
+    int64_t total = 0;
+    for (int64_t i = 0; i < count; i++) total += numbers[i];
+    return total;
+}
+
+// The sum of numbers of 4 or 2 bytes, their bits as whole numbers.
+extern "C" int64_t sum_numbers(const void *numbers, int64_t count, int64_t size) {
+    return size == 4 ? sum((const int32_t *)numbers, count) : sum((const int16_t *)numbers, count);
+}
+
 template <class Number> static void write(const Attention &attention, int64_t begin, int64_t end) {
     const int64_t size = attention.page_size;
     const Span *last = attention.spans + attention.num_spans;
@@ -30,10 +48,11 @@ template <class Number> static void write(const Attention &attention, int64_t be
         const int64_t page = span.pages[place / size * span.page_stride + attention.stack], offset = place % size;
         const float *new_key = attention.new_keys + token * attention.key_stride, *new_value = attention.new_values + token * attention.value_stride;
         Number *key = (Number *)attention.keys + page * size * attention.key_dim + offset;
-        for (int64_t i = 0; i < attention.key_dim; i++) narrow(new_key[i], key + i * size);
-        if (!attention.values) continue;
+        int64_t growth = 0;
+        for (int64_t i = 0; i < attention.key_dim; i++) growth += put(new_key[i], key + i * size);
         Number *value = (Number *)attention.values + (page * size + offset) * attention.value_dim;
-        for (int64_t i = 0; i < attention.value_dim; i++) narrow(new_value[i], value + i);
+        for (int64_t i = 0; attention.values && i < attention.value_dim; i++) growth += put(new_value[i], value + i);
+        if (attention.sums) __atomic_fetch_add(attention.sums + page, growth, __ATOMIC_RELAXED);
     }
 }
 

@@ -18,6 +18,7 @@ struct Attention {
     const Span *spans;
     int64_t query_stride, key_stride, value_stride, num_tokens, num_spans, stack, num_heads, key_dim, value_dim, page_size, number_type;
     float scale;
+    int64_t *sums;  // Of each page, over all layers: the sum of the numbers in it, their bits as whole numbers; may be null.
 };
 
 // Query rows first .. last of a span, of its num_tokens * H.

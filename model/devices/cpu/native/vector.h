@@ -54,6 +54,11 @@ inline void narrow(float x, Float16 *to) {
 }
 inline void narrow(float x, float *to) { *to = x; }
 
+// A stored number's bits, as a whole number.
+inline int32_t whole(float x) { return int32_t(bits_of(x)); }
+inline int16_t whole(Bfloat16 x) { return int16_t(x.bits); }
+inline int16_t whole(Float16 x) { return int16_t(x.bits); }
+
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #define ISA "avx512"

@@ -96,7 +96,11 @@ class Case:
             if self.value_in_key
             else self.values.to(dtype, copy=True)
         )
-        return KVPool(self.layout, transposed, values, torch.float32)
+        sums = torch.zeros(transposed.shape[1], dtype=torch.int64)
+        for x in (transposed,) if self.value_in_key else (transposed, values):
+            whole = {2: torch.int16, 4: torch.int32}[x.itemsize]
+            sums += x.view(whole).sum(dim=(0, 2, 3))
+        return KVPool(self.layout, transposed, values, torch.float32, sums)
 
     def exact(self, i: int) -> torch.Tensor:
         """softmax(q K^T * scale) V of row i in float64, by the formula."""
@@ -179,6 +183,28 @@ def test_values_that_are_the_beginning_of_the_key(
             assert torch.equal(
                 case.cut(i, case.rng.randint(0, len(case.rows[i].tokens))), together[i]
             )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@torch.inference_mode()
+def test_the_sums_of_pages_are_kept_as_they_are_written(width: str, dtype: torch.dtype) -> None:
+    latent = (Case(seed, *LATENT[seed], None, most=100, value_in_key=True) for seed in range(2))
+    for case in (*cases(10), *latent):
+        pool, everywhere = case.pool(dtype), range(100)
+        before = pool.keys_LPSd.clone()
+        case.run(list(range(len(case.rows))), pool)
+        assert not torch.equal(before, pool.keys_LPSd)
+        is_whole = create_backend("native", pool, 1.0, case.num_heads).is_whole
+        assert is_whole is not None and all(map(is_whole, everywhere))
+        for _ in range(50):
+            page, x = case.rng.choice(everywhere), case.rng.choice(pool.stored)
+            held = x[:, page].view(torch.uint8)
+            place = tuple(case.rng.randrange(size) for size in held.shape)
+            held[place] ^= (flip := case.rng.randrange(1, 256))
+            assert [each for each in everywhere if not is_whole(each)] == [page]
+            held[place] ^= flip
+        pool.clear(torch.tensor([2, 4]))
+        assert all(map(is_whole, everywhere)) and not pool.keys_LPSd[:, 2].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
