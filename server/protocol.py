@@ -57,6 +57,9 @@ class Start(Message, frozen=True):
     """The digest of the model that must be loaded, where an earlier engine has loaded one; empty
     for any."""
     kv_events: KvEvents = KvEvents()
+    forks: bool = False
+    """Whether engines are to be forked from the process that loads one, as far as can be told
+    without torch."""
 
 
 class Share(Part, frozen=True):

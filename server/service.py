@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import logging
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,7 @@ from server.hub.tokenizer_file import tokenizer_path
 from server.metrics import Metrics
 from server.protocol import EngineOptions
 from server.supervision.crash_policy import Timeouts
-from server.supervision.processors import available_processors, engine_threads, step_sizes
+from server.supervision.processors import available_processors, engine_threads, on_gpu, step_sizes
 from server.supervision.supervisor import State, Supervisor
 from server.supervision.transport import EngineHolder, EngineProcess
 from server.text.codec import TextCodec
@@ -75,6 +76,7 @@ def start_message(settings: EngineSettings, section: ServerSection) -> protocol.
         tokenizer=str(tokenizer_path(settings.model)),
         options=engine_options(settings),
         heartbeat_seconds=section.stall_after / 4,
+        forks=sys.platform == "linux" and not on_gpu(settings.engine.device),
         log_level=section.log_level,
         log_format=section.log_format,
         kv_events=protocol.KvEvents(

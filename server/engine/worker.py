@@ -40,7 +40,6 @@ from server.engine.kv_events import KvPublisher
 from server.engine.masks import MaskProcesses
 from server.engine.scheduler import Limits, NeverFits, PromptScored, Scheduler, TokenEvent
 from server.errors import one_line
-from server.supervision.processors import on_gpu
 
 if TYPE_CHECKING:
     from model.checkpoint.weights import Report
@@ -489,7 +488,7 @@ def main() -> None:
     report = load_report(pipe, sink)
     loading = partial(load, start, report)
     try:
-        core, ready = loading() if on_gpu(start.options.device) else in_a_thread(loading)
+        core, ready = in_a_thread(loading) if start.forks else loading()
         report("starting to serve", 0, 0)
     except Exception as error:
         _refuse(pipe, error, start)
@@ -499,7 +498,7 @@ def main() -> None:
     release_freed_memory()
     grammars = socket.socket(fileno=int(sys.argv[2]))
     # Where a page cannot be checked, what an engine leaves in it must not reach the next one.
-    if sys.platform != "linux" or cast("ModelRunner", core.runner).backend.is_whole is None:
+    if not start.forks or cast("ModelRunner", core.runner).backend.is_whole is None:
         serve(pipe, start, core, ready, grammars)
         return
     control = socket.socket(fileno=int(sys.argv[3]))
