@@ -350,7 +350,7 @@ MUTANTS = (
         "NaN left by a guess",
         Scheduler,
         "_recompute_without_drafts",
-        "self._pages_to_clear.extend(sequence.table.release())",
+        "self._clear_later(sequence.table.release())",
         "sequence.table.release()",
     ),
     Mutant(
