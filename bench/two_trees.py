@@ -21,10 +21,11 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tests.support.processes import children, served_port
+from tests.support.processes import alive, children, served_port
 from tests.support.report import progress, show
 
 OUTPUT_TOKENS = 64
@@ -93,18 +94,19 @@ class Server:
         """The server and all its child processes."""
         pids = [self.process.pid]
         for pid in pids:
-            pids += children(pid)
+            pids += filter(alive, children(pid))
         return pids
 
     def memory(self) -> dict[int, float]:
         """MB of the proportional set size of each process: pages that processes share count
         once.
         """
-        files = {pid: Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in self.processes()}
-        sizes = {
-            pid: re.findall(r"^Pss:\s+(\d+)", text, re.MULTILINE) for pid, text in files.items()
-        }
-        return {pid: sum(map(int, found)) / 1024 for pid, found in sizes.items()}
+        sizes = {}
+        for pid in self.processes():
+            with suppress(OSError):  # It may have ended.
+                text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+                sizes[pid] = sum(map(int, re.findall(r"^Pss:\s+(\d+)", text, re.M))) / 1024
+        return sizes
 
     def megabytes(self) -> float:
         """All of it."""
