@@ -47,8 +47,8 @@ class KVPool:
     """The dtype of keys and values as they are written, and of queries; the stored dtype may be
     narrower."""
     sums_P: Tensor | None = None
-    """Of each page the sum, modulo 2^64, of its numbers in all layers, their bits taken as signed
-    whole numbers. A backend that does not keep it leaves it as it is."""
+    """Checksum of each page: the sum modulo 2^64 of its stored keys and values in all layers, their
+    bits read as signed integers. Only the native attention kernel maintains it."""
 
     @classmethod
     def allocate(

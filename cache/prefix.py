@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def root_of(before: bytes | str) -> bytes:
-    """What the name of a link is made of before its tokens."""
+    """The hash that a block's own hash starts from: its parent block's, or that of the salt."""
     return hashlib.sha256(before.encode()).digest() if isinstance(before, str) else before
 
 
@@ -62,7 +62,7 @@ class Block:
     link: Link
     pages: list[int]
     is_whole: bool = True
-    """Whether its contents are known to be what was computed."""
+    """False for an adopted block until the checksums of its pages have been verified."""
 
 
 class PrefixCache:
@@ -136,7 +136,7 @@ class PrefixCache:
                 self.unknown.append(page)
 
     def _is_whole(self, block: Block) -> bool:
-        """Whether an adopted block holds what was computed; it is retracted if not."""
+        """Verifies the page checksums of an adopted block, once; retracts it if one differs."""
         if not block.is_whole and self._ledger is not None:
             pages = (page for page in block.pages if page != DROPPED)
             block.is_whole = all(map(self._ledger.is_whole, pages))

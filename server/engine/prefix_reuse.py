@@ -69,9 +69,7 @@ class PrefixReuse:
         """Goes on within a block that an engine before has begun for this sequence."""
         start = sequence.num_computed
         end = min(start + self._page_size, sequence.num_skippable)
-        pages, count = self.prefixes.take_tail(
-            self._before(sequence), sequence.tokens(start, max(start, end))
-        )
+        pages, count = self.prefixes.take_tail(self._before(sequence), sequence.tokens(start, end))
         if count:
             sequence.table.append(pages)
             sequence.num_computed += count
@@ -80,7 +78,7 @@ class PrefixReuse:
             sequence.table.drop(sequence.num_computed)
 
     def _before(self, sequence: Sequence) -> bytes | str:
-        """What the name of the block that is recorded next is made of, before its tokens."""
+        """The parent of the block that is recorded next: its hash, or the salt for the first."""
         links = sequence.links(sequence.num_recorded // self._page_size, self._page_size)
         return links[-1].name if links else sequence.salt
 

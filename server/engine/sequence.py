@@ -318,6 +318,7 @@ class Sequence:
         self.num_computed += len(accepted)
 
     def tokens(self, start: int, end: int) -> list[int]:
+        """The tokens at positions `start` .. `end` - 1; PENDING for those not sampled yet."""
         known = self.num_tokens - self.num_unseen
         if start >= known:
             return [PENDING] * (end - start)
