@@ -75,9 +75,14 @@ class CacheLayout:
         return cls(page_size, groups, per_page, tuple(places[layer] for layer in range(num_layers)))
 
     @property
+    def stacks(self) -> list[LayerGroup]:
+        """For each page of a block, in order, the group whose layers it holds."""
+        return [group for group in self.groups for _ in range(group.num_stacks)]
+
+    @property
     def pages_per_block(self) -> int:
         """Pages that `page_size` consecutive tokens of a sequence take, in all groups together."""
-        return sum(group.num_stacks for group in self.groups)
+        return len(self.stacks)
 
     def most_pages(self, num_tokens: int, step_tokens: int = 1) -> int:
         """The most pages that a sequence of `num_tokens` tokens ever holds, if a step computes up

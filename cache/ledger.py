@@ -48,7 +48,7 @@ class PageLedger:
     ) -> None:
         self.is_whole = is_whole
         self._num_pages = num_pages
-        places = [group.window for group in layout.groups for _ in range(group.num_stacks)]
+        places = [group.window for group in layout.stacks]
         self._head_place = places.index(None) if None in places else 0
         """Pages of layers without a window are kept longest."""
         self._state_at = _FIXED.size + 4 * len(places)

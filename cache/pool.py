@@ -108,6 +108,14 @@ class KVPool:
         if self.sums_P is not None:
             self.sums_P.index_fill_(0, pages, 0)
 
+    def parts(self, page: int) -> list[memoryview]:
+        """The memory of a page in a pool on a CPU: its keys and values in each layer of the page,
+        and its checksum.
+        """
+        assert self.sums_P is not None
+        numbers = [layer[page] for x in self.stored for layer in x.view(torch.uint8).numpy()]
+        return [memoryview(part) for part in (*numbers, self.sums_P.numpy()[page : page + 1])]
+
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """(keys_PSd, values_PSv) of a layer of the model; it uses the pages of its own stack."""
         index = self.layout.places[layer].layer

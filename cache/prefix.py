@@ -20,6 +20,7 @@ from cache.pages import TAKEN, PageAllocator
 from cache.table import DROPPED, PageTable
 
 if TYPE_CHECKING:
+    from cache.disk import DiskCache
     from cache.ledger import PageLedger
 
 
@@ -67,15 +68,22 @@ class Block:
 
 class PrefixCache:
     """Blocks by hash. It owns no page: it marks pages to be kept, and the allocator reports each
-    one that it evicts. With a ledger, its blocks outlive this process.
+    one that it evicts. With a ledger, its blocks outlive this process; with a disk, the server.
     """
 
     def __init__(
-        self, allocator: PageAllocator, layout: CacheLayout, ledger: "PageLedger | None" = None
+        self,
+        allocator: PageAllocator,
+        layout: CacheLayout,
+        ledger: "PageLedger | None" = None,
+        disk: "DiskCache | None" = None,
     ) -> None:
         self._allocator = allocator
         self._layout = layout
         self._ledger = ledger
+        self._disk = disk
+        self.num_loaded = 0
+        """Blocks of which pages were read from the disk."""
         if ledger is not None:
             allocator.marks = ledger.marks
         self.unknown: list[int] = []
@@ -134,6 +142,58 @@ class PrefixCache:
             if mark and page not in self._block_of:
                 self._allocator.marks[page] = TAKEN
                 self.unknown.append(page)
+
+    def load(self, links: Sequence[Link]) -> None:
+        """Reads from the disk what a sequence needs to continue after the longest prefix of these
+        links that is there or in memory.
+        """
+        if self._disk is None:
+            return
+        count = 0
+        while count < len(links) and (
+            links[count].name in self.blocks or self._disk.has(links[count])
+        ):
+            count += 1
+        first_needed = [self._first_seen(group, count) for group in self._layout.stacks]
+        # A block is found by a page of it, though none may be seen.
+        first_needed[first_needed.index(min(first_needed))] = 0
+        owned, wanted = list[int](), list[tuple[Block, list[int]]]()
+        for index, link in enumerate(links[:count]):
+            block = self.blocks.get(link.name) or Block(link, [DROPPED] * len(first_needed))
+            # Owned, so that they are not evicted for those that are read.
+            there = [page for page in block.pages if page != DROPPED]
+            self._allocator.share(there)
+            owned += there
+            lacks = [
+                page == DROPPED and index >= first
+                for page, first in zip(block.pages, first_needed, strict=True)
+            ]
+            if sum(lacks) > self._allocator.num_available:
+                break
+            taken = self._allocator.allocate(sum(lacks))
+            owned += taken
+            places = iter(taken)
+            pages = [next(places) if is_lacking else DROPPED for is_lacking in lacks]
+            if taken:
+                wanted.append((block, pages))
+        found = self._disk.read([(block.link, pages) for block, pages in wanted])
+        for (block, pages), is_found in zip(wanted, found, strict=True):
+            if is_found:
+                self._fill(block, pages)
+            else:
+                self.unknown += [page for page in pages if page != DROPPED]
+        self._allocator.release(reversed(owned))
+
+    def _fill(self, block: Block, pages: list[int]) -> None:
+        """Adds to a block pages that were read; adds the block if it is not in the cache."""
+        self.num_loaded += 1
+        block.pages = [max(*both) for both in zip(block.pages, pages, strict=True)]
+        for page in pages:
+            if page != DROPPED:
+                self._allocator.keep(page)
+                self._block_of[page] = block
+        if block.link.name not in self.blocks:
+            self._add(block)
 
     def _is_whole(self, block: Block) -> bool:
         """Verifies the page checksums of an adopted block, once; retracts it if one differs."""
@@ -209,7 +269,15 @@ class PrefixCache:
             self._allocator.keep(page)
         block = Block(link, pages)
         self._add(block)
+        if self._disk is not None:
+            self._disk.write(block)
         return block
+
+    def discard(self, block: Block) -> None:
+        """Removes a block whose numbers are wrong, from the disk too."""
+        self.retract(block)
+        if self._disk is not None:
+            self._disk.remove(block.link.name)
 
     def retract(self, block: Block) -> None:
         """Removes a block; does nothing if it was removed before."""
@@ -227,6 +295,7 @@ class PrefixCache:
                 self._allocator.forget(page)
                 if not block.is_whole:
                     self.unknown.append(page)
+        block.pages = [DROPPED] * len(block.pages)
 
     def _evicted(self, page: int) -> None:
         block = self._block_of.pop(page)
@@ -235,14 +304,16 @@ class PrefixCache:
         # A block is useless without a page to which every later token attends, and when no page is
         # left. A tail is, without any of its pages.
         if (
-            self._group_at(place).window is None
+            self._layout.stacks[place].window is None
             or all(other == DROPPED for other in block.pages)
             or self.blocks.get(block.link.name) is not block
         ):
             self.retract(block)
 
-    def _group_at(self, place: int) -> LayerGroup:
-        return [group for group in self._layout.groups for _ in range(group.num_stacks)][place]
+    def close(self) -> None:
+        """Waits until the disk has what was published."""
+        if self._disk is not None:
+            self._disk.close()
 
     def integrity(self) -> list[str]:
         """What is inconsistent, in words; empty when all is well."""

@@ -34,5 +34,9 @@ class EngineOptions:
     """Requires batch-invariant kernels: on a GPU products in slabs of one
     size."""
     cache_dtype: str = "auto"
+    cache_disk: str = ""
+    """Folder where blocks of the prefix cache are kept as files; empty for none."""
+    cache_disk_size: float = 0.0
+    """The most bytes of these files."""
     speculation: str = "none"
     serve_pooled: bool = False

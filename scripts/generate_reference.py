@@ -72,6 +72,8 @@ CODES = {
     "invalid_api_key": "No key, or one that is not valid.",
     "invalid_event_id": "`Last-Event-ID` or `after` is not an event of this stream.",
     "model_not_found": "`model` is none of the names that `GET /v1/models` lists.",
+    "not_restored": "`server.journal`: the stream cannot go on after the restart, as the model or "
+    "the keys are others now, or the request was refused (only ever an event).",
     "out_of_memory": "The memory does not hold what this request needs for its next token.",
     "queue_timeout": "The request's own `timeout_s` passed before the engine had started it.",
     "queue_too_long": "The client's estimated wait is longer than 600 s.",

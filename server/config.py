@@ -182,6 +182,11 @@ class ServerSection(Section):
     detach_grace: float = Field(
         30.0, ge=0, le=86400, description="seconds that a resumable stream goes on without a reader"
     )
+    journal: File | None = Field(
+        None,
+        description="folder that keeps resumable streams as files, with which the next server "
+        "goes on. They hold prompts and answers",
+    )
 
     @model_validator(mode="after")
     def _options_are_complete(self) -> Self:
@@ -281,6 +286,15 @@ class CacheSection(Section):
         le=1024,
         description="tokens of a page; native kernels: a multiple of 16 on a CPU, a power of two "
         "from 16 on on a GPU",
+    )
+    disk: File | None = Field(
+        None,
+        description="folder that keeps the prefix cache as files, for later servers and others of "
+        "this model; on a CPU. The files hold prompts and answers",
+    )
+    disk_size: Annotated[Size, Field(gt=1)] = Field(
+        8.0 * 2**30,
+        description="the most bytes of these files; the least recently used are removed",
     )
 
 

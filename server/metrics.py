@@ -187,23 +187,28 @@ class Metrics:
             registry=self.registry,
         )
         self.by_client = ClientMetrics(self.registry)
+        self._declare_latencies()
         self._declare_others()
         self._reached: dict[Counter, int] = {}
         self._engine_totals = {
             self.preemptions: "preemptions",
             self.prefix_cache_queries: "queried_tokens",
             self.prefix_cache_hits: "hit_tokens",
+            self.prefix_cache_loads: "loaded_tokens",
             self.drafted_tokens: "drafted_tokens",
             self.accepted_tokens: "accepted_tokens",
         }
         """Counters that each engine counts from its own start -> the field of Gauges."""
-        self.gauges = IDLE
-        """The latest report of the current engine."""
         self.num_generated = 0
         self.num_pages = 0
 
     def _declare_others(self) -> None:
-        """Latencies, and metrics that belong to no request."""
+        """Metrics that belong to no request."""
+        self.gauges = IDLE
+        """The latest report of the current engine."""
+        self.prefix_cache_loads = self._counter(
+            "prefix_cache_loads", "Prompt tokens whose pages were read from cache.disk."
+        )
         self.ignored_fields = Counter(
             "onehead_ignored_fields",
             "Requests with an unknown field that was ignored, by its name; `other` above 64 names.",
@@ -219,25 +224,6 @@ class Metrics:
             "onehead_cache_config",
             "Tokens of a KV cache page, and number of pages, under vLLM's names.",
             registry=self.registry,
-        )
-        self.time_to_first_token = self._histogram(
-            "time_to_first_token_seconds",
-            "Time from a sequence's arrival to its first token (TTFT).",
-        )
-        self.inter_token_latency = self._histogram(
-            "inter_token_latency_seconds", "Time between two consecutive tokens of a sequence."
-        )
-        self.e2e_latency = self._histogram(
-            "e2e_latency_seconds",
-            "Time from a sequence's arrival to its last token (end-to-end latency).",
-        )
-        self.queue_time = self._histogram(
-            "queue_time_seconds",
-            "Time from a sequence's arrival to the first step that computes its prompt.",
-        )
-        self.step_time = self._histogram("step_time_seconds", "Duration of an engine step.")
-        self.engine_recovery = self._histogram(
-            "engine_recovery_seconds", "Time from an engine crash until the next engine is ready."
         )
         self.requests_quarantined = self._counter(
             "requests_quarantined",
@@ -258,6 +244,27 @@ class Metrics:
         )
         self.resume_bytes = self._gauge(
             "resume_bytes", "Bytes of events kept for resumable streams."
+        )
+
+    def _declare_latencies(self) -> None:
+        self.time_to_first_token = self._histogram(
+            "time_to_first_token_seconds",
+            "Time from a sequence's arrival to its first token (TTFT).",
+        )
+        self.inter_token_latency = self._histogram(
+            "inter_token_latency_seconds", "Time between two consecutive tokens of a sequence."
+        )
+        self.e2e_latency = self._histogram(
+            "e2e_latency_seconds",
+            "Time from a sequence's arrival to its last token (end-to-end latency).",
+        )
+        self.queue_time = self._histogram(
+            "queue_time_seconds",
+            "Time from a sequence's arrival to the first step that computes its prompt.",
+        )
+        self.step_time = self._histogram("step_time_seconds", "Duration of an engine step.")
+        self.engine_recovery = self._histogram(
+            "engine_recovery_seconds", "Time from an engine crash until the next engine is ready."
         )
 
     def loaded(self, ready: Ready) -> None:

@@ -13,7 +13,7 @@ from model.options import EngineOptions as EngineOptions
 from model.step import Sampling as Sampling
 from model.step import bitmap as bitmap
 
-VERSION = 18
+VERSION = 19
 MAX_FRAME_BYTES = 64 * 2**20
 FOLLOW = b"follow"
 """What the engine sends with its request for a process that follows constraints, whose pipe the
@@ -246,6 +246,8 @@ class Gauges(Part, frozen=True):
     queried_tokens: int = 0
     """Tokens looked up in the prefix cache, when sequences are first admitted."""
     hit_tokens: int = 0
+    loaded_tokens: int = 0
+    """Tokens of blocks that were read from the disk."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
 

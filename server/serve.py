@@ -29,6 +29,7 @@ from server.errors import ResourceError
 from server.http.keys import Keys
 from server.http.model_names import ModelNames
 from server.http.stream_buffer import Retention, StreamStore
+from server.http.stream_journal import StreamJournal
 from server.http.tls import check_certificate, reload_certificate
 from server.hub.download import model_id
 from server.metrics import LoadLog
@@ -94,6 +95,7 @@ class Server:
         self._keys = Keys(section.api_keys, section.api_keys_file)
         retention = Retention(section.resume_retention, detach_seconds=section.detach_grace)
         self._store = StreamStore(retention)
+        self._journal = StreamJournal(section.journal) if section.journal else None
         self._engine: SupervisedEngine
         self._http: HttpServer
         self._is_serving = False
@@ -129,7 +131,9 @@ class Server:
             await engine.check_texts()
             if await engine.wait_for(State.READY) is State.READY:
                 self._announce()
+                going_on = asyncio.create_task(self._publisher.go_on(self._door))
                 await engine.wait_for(State.STOPPED)
+                going_on.cancel()
             engine.client.raise_if_over()
         finally:
             if not self._http.should_exit:
@@ -145,15 +149,24 @@ class Server:
         from server.http.streams import StreamPublisher
 
         section, loop = self._section, asyncio.get_running_loop()
+        generation = engine.generation
+        self._publisher = StreamPublisher(
+            self._store,
+            section.keep_alive,
+            self._journal,
+            lambda: f"{generation.ready.digest} {generation.fingerprint}",
+        )
         door = create_app(
-            engine.generation,
+            generation,
             section,
             self._keys,
             self.names,
             version("onehead"),
-            StreamPublisher(self._store, section.keep_alive),
+            self._publisher,
             self._listener.getsockname()[0],
         )
+        self._door = door
+        self._publisher.restore(door)
         config = uvicorn.Config(
             with_cors(door, section.cors_origins),
             http=connection_class(raise_file_limit(section.max_connections), door),

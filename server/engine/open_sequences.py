@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
+from cache.disk import DiskCache
 from cache.ledger import PageLedger
 from cache.pages import TAKEN, PageAllocator
 from cache.table import PageTable
@@ -59,6 +60,7 @@ class OpenSequences:
         limits: Limits,
         drafter_for: Callable[[Sequence], Drafter] | None = None,
         ledger: PageLedger | None = None,
+        disk: DiskCache | None = None,
     ) -> None:
         if limits.step_tokens < limits.max_running:
             raise ValueError(
@@ -85,7 +87,7 @@ class OpenSequences:
         self._in_flight: deque[list[Sequence]] = deque()
         """For each step in flight, the sequences of its rows; their ids may be used again before
         the step is committed."""
-        self._prefix_reuse = PrefixReuse(self.allocator, limits.layout, ledger)
+        self._prefix_reuse = PrefixReuse(self.allocator, limits.layout, ledger, disk)
         self.prefixes = self._prefix_reuse.prefixes
         self._pages_to_clear = self.prefixes.unknown
         """Pages that hold no token yet and may hold NaN. The next step zeroes them: 0 * NaN

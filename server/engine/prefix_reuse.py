@@ -7,6 +7,7 @@ belongs to one running sequence, which has all its tokens and has not computed i
 allocates no pages and does not decide which sequence runs.
 """
 
+from cache.disk import DiskCache
 from cache.layout import CacheLayout
 from cache.ledger import PageLedger
 from cache.pages import PageAllocator
@@ -19,9 +20,13 @@ class PrefixReuse:
     """The prefix cache of a scheduler, and the claims of its sequences."""
 
     def __init__(
-        self, allocator: PageAllocator, layout: CacheLayout, ledger: PageLedger | None = None
+        self,
+        allocator: PageAllocator,
+        layout: CacheLayout,
+        ledger: PageLedger | None = None,
+        disk: DiskCache | None = None,
     ) -> None:
-        self.prefixes = PrefixCache(allocator, layout, ledger)
+        self.prefixes = PrefixCache(allocator, layout, ledger, disk)
         self._ledger = ledger
         self._allocator = allocator
         self._page_size = layout.page_size
@@ -34,6 +39,10 @@ class PrefixReuse:
         """
         most = sequence.num_skippable // self._page_size
         links = sequence.links(most, self._page_size)
+        # Once: what is read may be evicted while the sequence waits for more pages.
+        if not sequence.has_loaded:
+            sequence.has_loaded = True
+            self.prefixes.load(links)
         blocks = self.prefixes.match(links)
         return None if len(blocks) < most and links[len(blocks)].name in self._claims else blocks
 
@@ -115,8 +124,8 @@ class PrefixReuse:
         sequence.claims.clear()
 
     def retract(self, sequence: Sequence, found: bool) -> None:
-        """Removes from the prefix cache the blocks that a corrupt sequence added and, with `found`,
-        those that it reused.
+        """Removes from the prefix cache and from the disk the blocks that a corrupt sequence added
+        and, with `found`, those that it reused.
         """
         for block in sequence.published + (sequence.found if found else []):
-            self.prefixes.retract(block)
+            self.prefixes.discard(block)

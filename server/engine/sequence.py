@@ -90,6 +90,8 @@ class Sequence:
     num_computed: int = 0
     num_recorded: int = 0
     """Tokens that were given to the ledger."""
+    has_loaded: bool = False
+    """Whether its prefix has been looked for on the disk."""
     num_unseen: int = 0
     """Tokens that steps in flight sample."""
     num_in_flight: int = 0

@@ -10,6 +10,7 @@ that sequence alone. A thread sends heartbeats.
 import contextlib
 import dataclasses
 import gc
+import hashlib
 import logging
 import os
 import signal
@@ -18,16 +19,19 @@ import sys
 import threading
 import time
 from functools import partial
+from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 
 import msgspec
 
+from cache.disk import DiskCache
 from cache.ledger import PageLedger
 from model.checkpoint.conversion import only_pooled
 from model.checkpoint.families import read_spec
 from model.checkpoint.identity import ModelFiles
+from model.options import EngineOptions
 from model.spec import CheckpointError, ModelSpec, OptionError
 from model.step import SampledToken
 from server import logs, protocol
@@ -110,19 +114,44 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
         device_memory=runner.device.own_memory(),
         num_graphs=runner.num_graphs,
     )
-    return EngineCore(_scheduler(start, limits, runner), runner), ready
+    return EngineCore(_scheduler(start, limits, runner, ready), runner), ready
 
 
-def _scheduler(start: protocol.Start, limits: Limits, runner: "ModelRunner") -> Scheduler:
+def _scheduler(
+    start: protocol.Start, limits: Limits, runner: "ModelRunner", ready: protocol.Ready
+) -> Scheduler:
     """A scheduler that drafts tokens if that is asked for, and whose pages are found by the engine
-    after this one if the backend can vouch for what they hold.
+    after this one if the backend can vouch for what they hold, and by later servers if there is a
+    disk for them.
     """
     drafter_for, ledger = None, None
     if start.options.speculation == "ngram":
         drafter_for = lambda sequence: Drafter(sequence.prompt)  # noqa: E731
     if runner.backend.is_whole is not None:
         ledger = PageLedger(limits.num_pages, limits.layout, runner.backend.is_whole)
-    return Scheduler(limits, drafter_for, ledger)
+    disk = _disk(start.options, runner, ready) if start.options.cache_disk else None
+    return Scheduler(limits, drafter_for, ledger, disk)
+
+
+def _disk(options: EngineOptions, runner: "ModelRunner", ready: protocol.Ready) -> DiskCache:
+    """The files of pages with the same bits as this engine computes. Raises OptionError."""
+    if ready.device != "cpu":
+        raise OptionError("cache.disk holds pages of the main memory only: engine.device cpu")
+    same = (
+        version("onehead"),
+        version("torch"),
+        ready.digest,
+        ready.kernels,
+        ready.dtype,
+        ready.kv_dtype,
+        ready.quantization,
+        repr(runner.pool.layout),
+    )
+    folder = Path(options.cache_disk, hashlib.sha256(repr(same).encode()).hexdigest()[:32])
+    try:
+        return DiskCache(folder, options.cache_disk_size, runner.pool.layout, runner.pool.parts)
+    except OSError as error:
+        raise OptionError(f"cache.disk {folder.parent}: {error.strerror}") from None
 
 
 def _check_files(max_running: int) -> None:
@@ -408,6 +437,7 @@ class Worker:
             preemptions=scheduler.num_preemptions,
             queried_tokens=scheduler.num_queried_tokens,
             hit_tokens=scheduler.num_hit_tokens,
+            loaded_tokens=scheduler.prefixes.num_loaded * scheduler.limits.layout.page_size,
             drafted_tokens=scheduler.num_drafted_tokens,
             accepted_tokens=scheduler.num_accepted_tokens,
             step_seconds=step_seconds,
@@ -538,6 +568,7 @@ def serve(
         pass  # The API process has ended.
     except Exception as error:
         _end(error, device)
+    core.scheduler.prefixes.close()
     logging.shutdown()
 
 

@@ -19,6 +19,7 @@ from server.errors import Conflict, InvalidRequest, Overloaded, RequestError, Un
 from server.generation.clients import EVERYBODY, Terms, Usage
 from server.generation.request import Choice
 from server.metrics import Metrics
+from server.supervision.journal import Restored
 from server.supervision.supervisor import LIVE, State, Supervisor
 
 RETRY_SECONDS = 5
@@ -57,6 +58,8 @@ class Reservation:
         """Sequences submitted for the request."""
         self.reply_id, self.created = uuid.uuid4().hex, int(time.time())
         """The id and the time of a reply in OpenAI's dialect."""
+        self.restored = Restored()
+        """Where a server before had the request: what it generated."""
         self._admission = admission
         self._is_counted = True
         self._key = key

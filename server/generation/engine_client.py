@@ -102,15 +102,20 @@ class EngineClient:
         deliver: Callable[[Choice, SequenceEvent], None],
     ) -> None:
         """Submits the sequences of a request, all or none, and sets their ids. `deliver` gets each
-        event. Raises InvalidRequest, Overloaded or Unavailable.
+        event, those of a server before first. Raises InvalidRequest, Overloaded or Unavailable.
         """
         reservation.release()  # From here on the supervisor counts the submitted sequences.
         self.admission.check(
             reservation.usage, len(submits), sum(choice.num_prompt for choice in choices)
         )
         self.metrics.prompt_tokens.inc(prompt_tokens(choices))
-        for choice, submit in zip(choices, submits, strict=True):
-            choice.id = self.supervisor.submit(submit, self._receiver(choice, deliver))
+        receivers = [self._receiver(choice, deliver) for choice in choices]
+        known: list[list[protocol.Token]] = [[] for _ in choices]
+        for index, token in reservation.restored.tokens:
+            known[index].append(token)
+            receivers[index](token)
+        for choice, submit, receive, tokens in zip(choices, submits, receivers, known, strict=True):
+            choice.id = self.supervisor.submit(submit, receive, tokens)
             self.admission.add(choice, reservation.usage)
         reservation.choices += choices
 

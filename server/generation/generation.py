@@ -122,6 +122,8 @@ class Generation:
         except InvalidRequest:  # Its prompts have been tokenized all the same.
             reservation.usage.tokens.level -= sum(len(request.prompt) for request in requests)
             raise
+        # With the seeds that were drawn, and the ids of a template that may show the time.
+        submits = [*reservation.restored.submits] or submits
         streams = OpenStreams(self.client, self.codec, requests, submits)
         streams.open(reservation, submits)
         if self.section.log_prompts:

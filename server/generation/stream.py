@@ -179,6 +179,11 @@ class OpenStreams:
             Choice(len(submit.prompt), submit.max_new_tokens, index=i, request=request)
             for i, (request, submit) in pairs
         ]
+        self.submits = submits
+        self.taken: list[tuple[int, protocol.Token]] = []
+        """With `keeps_taken` the tokens that were taken, with the index of their sequence; whoever
+        reads them empties it."""
+        self.keeps_taken = False
         self.reservation: Reservation
         self._client = client
         self._texts = [ChoiceDetokenizer(codec, choice) for choice in self.choices]
@@ -253,6 +258,8 @@ class OpenStreams:
             choice = self.choices[index]
             if choice.outcome is not None:
                 continue
+            if self.keeps_taken and isinstance(event, protocol.Token):
+                self.taken.append((index, event))
             if isinstance(event, protocol.Failed):
                 self._fail(choice, event)
             elif (piece := self._take(choice, event)) is not None:

@@ -19,10 +19,9 @@ from server.errors import InvalidRequest, RequestError
 from server.generation.arrivals import Wake
 from server.generation.request import Choice
 from server.generation.stream import OpenStreams, Piece
-from server.http import sse
+from server.http import errors, sse
 from server.http.disconnect import unless_disconnected
-from server.http.errors import error_body
-from server.http.exchange import Dialect, exchange_of
+from server.http.exchange import exchange_of
 from server.http.pieces import JsonAnswers
 from server.http.streams import StreamPublisher
 
@@ -146,13 +145,15 @@ class Answers:
         piece.
         """
         close = reply.streams.close
-        error_event = partial(_error_event, exchange_of(http).dialect, reply.form)
+        error_event = partial(errors.event, exchange_of(http).dialect, reply.form)
         try:
             if delivery.resumable:
                 source = ReplyEvents(reply, None, error_event, delivery.last)
+                headers = reply.headers(streamed=True)
                 return self.publisher.publish(
-                    http, source, close, error_event, reply.headers(streamed=True), delivery.last
+                    http, source, reply.streams, error_event, headers, delivery.last
                 )
+            exchange_of(http).body = b""  # Only a resumable stream is asked for again.
             if not delivery.stream:
                 value = await unless_disconnected(http, full_response(reply))
                 return await self.json_answers.response(value, reply.headers(streamed=False))
@@ -172,10 +173,6 @@ async def full_response(reply: Reply) -> Any:
     async for piece in reply.streams:
         reply.take(piece)
     return reply.full_response()
-
-
-def _error_event(dialect: Dialect, form: sse.Form, error: RequestError) -> bytes:
-    return sse.event(error_body(error, dialect), form)
 
 
 class ReplyEvents:

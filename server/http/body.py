@@ -117,7 +117,8 @@ async def read_bytes(request: Request, max_bytes: int) -> bytes:
         body += chunk
         if len(body) > max_bytes:
             raise too_large
-    return bytes(body)
+    exchange_of(request).body = bytes(body)
+    return exchange_of(request).body
 
 
 def parse(body: bytes) -> dict[str, Any]:

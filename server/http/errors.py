@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from server.errors import BadSize, RequestError
+from server.http import sse
 from server.http.exchange import Dialect, exchange_of
 
 _OPENAI_NAMES = {"inputs": "prompt", "max_new_tokens": "max_tokens"}
@@ -67,3 +68,8 @@ def refusal(
     return JSONResponse(
         error_body(error, dialect), status_code=error_status(error, dialect), headers=headers
     )
+
+
+def event(dialect: Dialect, form: sse.Form, error: RequestError) -> bytes:
+    """An error that ends a stream."""
+    return sse.event(error_body(error, dialect), form)

@@ -74,6 +74,10 @@ class Exchange:
     """Why the request is refused before its body is read; None if it is not."""
     reservation: Reservation | None = None
     """The admission of a request to a route that generates."""
+    body: bytes = b""
+    """The body, once it has been read."""
+    stream: object = None
+    """The StreamWriter of a stream that a server before began, where the request is that one's."""
     outlives_response: bool = False
     """Whether a task of a resumable stream continues after the response, and calls `release`
     itself."""

@@ -91,6 +91,10 @@ class StreamBuffer:
         self.idle_since = now
         """Time when it lost its reader, or ended."""
         self.reader: Reader | None = None
+        self.on_expire: Callable[[], object] = lambda: None
+        """Called when the stream is no longer kept."""
+        self.is_restored = False
+        """Whether a server before began it, whose last events this one may have to make again."""
         self.gap_event = b""
         """The event for a reader whose next event was dropped."""
         self._events: deque[bytes] = deque()
@@ -128,7 +132,7 @@ class StreamBuffer:
         """Whether events after number `seen` were dropped, and the events after it that are kept,
         as (number, data). Raises MalformedBody if event `seen` has not come yet.
         """
-        if seen > self.num_events:
+        if seen > self.num_events and not self.is_restored:
             raise MalformedBody(
                 f"that event has not been sent yet; the last one is {self.num_events}",
                 code="future_event",
@@ -154,6 +158,8 @@ class StreamStore:
         self._expired: OrderedDict[str, str] = OrderedDict()
         """Id -> owner of streams that are no longer kept."""
         self.num_bytes = 0
+        self.num_restored = 0
+        """Streams of a server before, which all have lost their readers at once."""
         self._bytes: dict[str, int] = {}
         """Client -> bytes of its streams, where there are any."""
 
@@ -170,12 +176,15 @@ class StreamStore:
         return len(self._detached())
 
     def open(
-        self, owner: str, stop: Callable[[str], None], now: float, client: str = ""
+        self, owner: str, stop: Callable[[str], None], now: float, client: str = "", id: str = ""
     ) -> StreamBuffer:
         """Creates a stream of `owner`. `stop` is called, at most once, with the reason for which
         the stream is cancelled. `client`: who shares the bounds with others; the owner by default.
+        `id`: that of a stream of a server before.
         """
-        buffer = StreamBuffer(self._new_id(), owner, stop, now, client or owner)
+        buffer = StreamBuffer(id or self._new_id(), owner, stop, now, client or owner)
+        buffer.is_restored = bool(id)
+        self.num_restored += buffer.is_restored
         self._streams[buffer.id] = buffer
         return buffer
 
@@ -279,7 +288,7 @@ class StreamStore:
         them the one without for longest.
         """
         detached = sorted(self._detached(), key=lambda buffer: buffer.idle_since)
-        while len(detached) > self.retention.max_detached:
+        while len(detached) > self.retention.max_detached + self.num_restored:
             held = Counter(buffer.client for buffer in detached)
             longest = max(detached, key=lambda buffer: held[buffer.client])
             detached.remove(longest)
@@ -291,6 +300,7 @@ class StreamStore:
     def _expire(self, buffer: StreamBuffer) -> None:
         del self._streams[buffer.id], self._ended[buffer.id]
         self._count(buffer, -buffer.num_bytes)
+        buffer.on_expire()
         self._expired[buffer.id] = buffer.owner
         if len(self._expired) > MAX_EXPIRED:
             self._expired.popitem(last=False)

@@ -1,28 +1,43 @@
 """Resumable streams over HTTP, for both dialects; GET and DELETE /v1/streams/{id}.
 
 The events of a stream are written into a StreamBuffer as they come, and every connection, the first
-one included, reads from the buffer. Invariant: a lost connection does not affect generation. It
-treats events as opaque bytes.
+one included, reads from the buffer. With a journal a later server goes on with it: it asks for the
+same again, with the tokens that there were. Invariant: a lost connection does not affect
+generation. It treats events as opaque bytes.
 """
 
 import asyncio
 import logging
+import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from server import protocol
 from server.errors import GenerationFailed, MalformedBody, RequestError, StreamCancelled
 from server.generation.arrivals import Wake
-from server.http import sse
+from server.generation.clients import EVERYBODY
+from server.generation.stream import OpenStreams
+from server.http import errors, sse
 from server.http.exchange import Dialect, Exchange, exchange_of
+from server.http.front import FrontDoor
 from server.http.routes import Route
 from server.http.stream_buffer import Reader, StreamBuffer, StreamStore
+from server.http.stream_journal import Asked, Part, StreamFile, StreamJournal
+from server.supervision.journal import Restored
 
 log = logging.getLogger("onehead.api")
+ErrorEvent = Callable[[RequestError], bytes]
+KEPT_HEADERS = frozenset({b"content-type", b"host", b"x-stream-resumable"})
+"""Headers on which a request's meaning depends. That of its key is not kept."""
+REPEAT_SECONDS = 1.0
+"""Until a request is made again that an earlier server had taken and this one is too full for."""
 RETRY = "retry: 1000\n"
 SUPERSEDED = b"event: superseded\ndata: {}\n\n"
 _EVENT_ID = re.compile(r"([A-Za-z0-9_-]+)\.([0-9]{1,15})")
@@ -33,32 +48,78 @@ _GAP = GenerationFailed(
 
 
 class StreamWriter:
-    """Writes the events of one request into a new stream as they come. `close` is called when they
-    end, in any way.
+    """Writes the events of one request into a stream, and into its file if it has one. `id`: that
+    of a stream of a server before.
     """
 
-    def __init__(
+    def __init__(self, store: StreamStore, caller: str, client: str, id: str = "") -> None:
+        self._store = store
+        self._exchange: Exchange | None = None
+        self._source: sse.Source
+        self._streams: OpenStreams
+        self._last = b""
+        self._error_event: ErrorEvent
+        self._file: StreamFile | None = None
+        self.tokens: list[tuple[int, protocol.Token]] = []
+        """Those of a server before, until its events have been made again."""
+        self._num_repeated = 0
+        """Events to come that are in the stream already."""
+        self.buffer = store.open(caller, self._stop, time.monotonic(), client, id)
+
+    def restore(self, parts: Sequence[Part], error_event: ErrorEvent, file: StreamFile) -> None:
+        """Writes again what a server before had written. Until the request is made again, nobody
+        is missed as a reader.
+        """
+        self._say_errors_by(error_event)
+        self.tokens = [token for part in parts for token in part.tokens]
+        self._append(*(event for part in parts for event in part.events))
+        self._num_repeated = self.buffer.num_events
+        self._keep(file)
+        if any(part.has_ended for part in parts):
+            self._store.end(self.buffer, time.monotonic())
+        else:
+            self.buffer.idle_since = math.inf
+
+    def begin(
         self,
-        store: StreamStore,
         exchange: Exchange,
         source: sse.Source,
-        close: Callable[[], None],
-        error_event: Callable[[RequestError], bytes],
+        streams: OpenStreams,
+        error_event: ErrorEvent,
         last: bytes,
+        file: StreamFile | None,
     ) -> None:
-        self._store, self._exchange, self._source = store, exchange, source
-        self._close, self._error_event, self._last = close, error_event, last
-        self.buffer = store.open(exchange.caller, self._stop, time.monotonic(), exchange.client)
-        self.buffer.gap_event = b"event: error\n" + error_event(_GAP)
+        """Writes the events of `source` as they come. `streams` is closed when they end, in any
+        way.
+        """
+        self._exchange, self._source, self._streams = exchange, source, streams
+        self._last = last
+        self._say_errors_by(error_event)
+        if file is not None:
+            self._keep(file)
+        streams.keeps_taken = self._file is not None
+        self.buffer.idle_since = time.monotonic()
         source.listen(self._push)
         asyncio.get_running_loop().call_soon(self._push)
+
+    def fail(self, error: RequestError) -> None:
+        """Ends the stream with an error."""
+        if not self.buffer.ended:
+            self._end(error)
+
+    def _say_errors_by(self, error_event: ErrorEvent) -> None:
+        self._error_event = error_event
+        self.buffer.gap_event = b"event: error\n" + error_event(_GAP)
+
+    def _keep(self, file: StreamFile) -> None:
+        self._file, self.buffer.on_expire = file, file.remove
 
     def _push(self) -> None:
         if self.buffer.ended:
             return
         try:
             events = self._source.take()
-            self._append(*events)
+            self._write(events, self._source.ended)
         except Exception:
             log.exception("the events of a stream could not be written")
             return self._end(
@@ -68,6 +129,18 @@ class StreamWriter:
             self._end()
         elif not sse.is_whole(events):
             asyncio.get_running_loop().call_soon(self._push)  # Other streams come first.
+
+    def _write(self, events: Sequence[bytes], has_ended: bool) -> None:
+        """Writes events into the file and then, where clients see them, into the stream."""
+        new = events[self._num_repeated :]
+        self._num_repeated -= min(self._num_repeated, len(events))
+        if self._file is not None and self._exchange is not None:
+            taken, self._streams.taken = self._streams.taken, []
+            tokens = taken[len(self.tokens) :]
+            del self.tokens[: len(taken)]
+            if new or tokens or has_ended:
+                self._file.write(Part(tokens, new, has_ended))
+        self._append(*new)
 
     def _append(self, *events: bytes) -> None:
         buffer = self.buffer
@@ -83,38 +156,112 @@ class StreamWriter:
     def _end(self, error: RequestError | None = None) -> None:
         try:
             if error is not None:
-                self._append(self._error_event(error), *filter(None, (self._last,)))
+                self._num_repeated = 0
+                self._write([self._error_event(error), *filter(None, (self._last,))], True)
         finally:
             self._store.end(self.buffer, time.monotonic())
-            self._source.listen(lambda: None)
-            self._close()
-            self._exchange.release()
+            if self._exchange is not None:
+                self._source.listen(lambda: None)
+                self._streams.close()
+                self._exchange.release()
 
 
 class StreamPublisher:
-    """Writes resumable streams, and makes the responses that read them."""
+    """Writes resumable streams, and makes the responses that read them. `journal` keeps them for a
+    later server of the same `model`, which says all that an answer depends on besides its request.
+    """
 
-    def __init__(self, store: StreamStore, keep_alive: float) -> None:
+    def __init__(
+        self,
+        store: StreamStore,
+        keep_alive: float,
+        journal: StreamJournal | None = None,
+        model: Callable[[], str] = lambda: "",
+    ) -> None:
         self.store = store
         self.keep_alive = keep_alive
+        self._model = model
+        self._journal = journal
+        self._restored: list[tuple[Asked, StreamWriter]] = []
+        """Streams of a server before that have not ended."""
 
     def publish(
         self,
         http: HttpRequest,
         source: sse.Source,
-        close: Callable[[], None],
-        error_event: Callable[[RequestError], bytes],
+        streams: OpenStreams,
+        error_event: ErrorEvent,
         headers: dict[str, str],
         last: bytes = b"",
     ) -> Response:
-        """Writes the events of `source` into a new stream as they come, and returns the first
-        response that reads it. `close` is called when the events end, in any way; `last` is the
-        last event.
+        """Writes the events of `source` into a stream as they come, and returns the first response
+        that reads it, or an empty one where a server before has begun it. `streams` is closed when
+        the events end, in any way; `last` is the last event.
         """
         exchange = exchange_of(http)
         exchange.outlives_response = True
-        writer = StreamWriter(self.store, exchange, source, close, error_event, last)
+        if isinstance(exchange.stream, StreamWriter):
+            exchange.stream.begin(exchange, source, streams, error_event, last, None)
+            return Response(status_code=204)
+        writer = StreamWriter(self.store, exchange.caller, exchange.client)
+        file = self._file(http, writer.buffer.id, streams)
+        writer.begin(exchange, source, streams, error_event, last, file)
         return self.follow(writer.buffer, 0, headers)
+
+    def _file(self, http: HttpRequest, stream_id: str, streams: OpenStreams) -> StreamFile | None:
+        """A file for a new stream if there is a journal. What scores its prompt is not kept: the
+        scores are no part of the tokens.
+        """
+        if self._journal is None or streams.submits[0].score_prompt:
+            return None
+        exchange, reservation = exchange_of(http), streams.reservation
+        body, exchange.body = exchange.body, b""
+        asked = Asked(
+            stream_id=stream_id,
+            caller=exchange.caller,
+            client=exchange.client,
+            request_id=exchange.request_id,
+            reply_id=reservation.reply_id,
+            created=reservation.created,
+            path=http.url.path,
+            headers=[pair for pair in http.headers.raw if pair[0] in KEPT_HEADERS],
+            body=body,
+            submits=[*streams.submits],
+            model=self._model(),
+        )
+        return self._journal.open(asked)
+
+    def restore(self, door: FrontDoor) -> None:
+        """Opens the streams of a server before, so that their readers find them."""
+        if self._journal is None:
+            return
+        for asked, parts, file in self._journal.read():
+            writer = StreamWriter(self.store, asked.caller, asked.client, asked.stream_id)
+            dialect = door.table.dialect(asked.path)
+            writer.restore(parts, partial(errors.event, dialect, sse.EVENTS), file)
+            if not writer.buffer.ended:
+                self._restored.append((asked, writer))
+        if self._restored:
+            log.info("%d streams of a server before go on", len(self._restored))
+
+    async def go_on(self, door: FrontDoor) -> None:
+        """Asks again for what the streams of a server before were asked for, once the engine is
+        ready.
+        """
+        while self._restored:
+            asked, writer = self._restored[0]
+            status = 409  # Of another model.
+            if writer.buffer.ended:
+                status = 204
+            elif asked.model == self._model():
+                status = await _repeat(door, asked, writer)
+            if status in (429, 503) and not door.client.draining:
+                await asyncio.sleep(REPEAT_SECONDS)  # It is as full as it was.
+                continue
+            del self._restored[0]
+            if status != 204:
+                text = f"the server was restarted, and did not take the request again ({status})"
+                writer.fail(GenerationFailed(text, code="not_restored"))
 
     def follow(self, buffer: StreamBuffer, seen: int, headers: dict[str, str]) -> Response:
         """A response with the events after number `seen`. Raises MalformedBody if there is no such
@@ -130,6 +277,51 @@ class StreamPublisher:
             # id.
             sse.EVENTS._replace(comment=b": keep-alive\n"),
         )
+
+
+async def _repeat(door: FrontDoor, asked: Asked, writer: StreamWriter) -> int:
+    """Makes the request of a stream again, as whoever made it first. Returns the status."""
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": asked.path,
+        "raw_path": asked.path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": asked.headers,
+        "client": None,
+        "server": None,
+    }
+    exchange = exchange_of(scope)
+    exchange.decided, exchange.stream = True, writer
+    exchange.dialect = door.table.dialect(asked.path)
+    exchange.request_id, exchange.caller = asked.request_id, asked.caller
+    exchange.client = asked.client
+    terms = EVERYBODY if door.api_keys.terms is None else door.api_keys.terms.get(asked.caller)
+    if terms is None:
+        return 401
+    exchange.terms = terms
+    try:
+        reservation = door.client.reserve(asked.caller, asked.client, terms)
+    except RequestError as error:
+        return error.status
+    reservation.restored = Restored(asked.submits, [*writer.tokens])
+    reservation.reply_id, reservation.created = asked.reply_id, asked.created
+    exchange.reservation = reservation
+    status = 0
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": asked.body, "more_body": False}
+
+    async def send(message: Any) -> None:
+        nonlocal status
+        status = message.get("status", status)
+
+    await door(scope, receive, send)
+    return status
 
 
 class ReaderEvents:

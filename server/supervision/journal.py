@@ -5,7 +5,7 @@ Invariant: the supervisor records a token before delivering it. The journal know
 processes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -13,6 +13,16 @@ import msgspec
 from server import protocol
 
 SequenceEvent = protocol.Token | protocol.PromptScores | protocol.Failed
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a server before was asked for in one request, and the tokens that it generated, each
+    with the index of its sequence, in the order in which they came.
+    """
+
+    submits: Sequence[protocol.Submit] = ()
+    tokens: Sequence[tuple[int, protocol.Token]] = ()
 
 
 @dataclass(slots=True, eq=False)

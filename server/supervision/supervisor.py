@@ -11,7 +11,7 @@ gets exactly one final event, a Token with `finish` or a Failed. Sans-I/O: `spaw
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -111,15 +111,24 @@ class Supervisor:
             lambda status: self._on_exit(epoch, status),
         )
 
-    def submit(self, submit: protocol.Submit, deliver: Callable[[SequenceEvent], None]) -> int:
+    def submit(
+        self,
+        submit: protocol.Submit,
+        deliver: Callable[[SequenceEvent], None],
+        known: Sequence[protocol.Token] = (),
+    ) -> int:
         """Journals a sequence and sends it to the engine now or when one is ready. Returns its id,
-        which replaces the one in `submit`.
+        which replaces the one in `submit`. It goes on after the tokens that are `known` from a
+        server before, if none of them is its last.
         """
         self._next_id += 1
         if self.state not in LIVE:
             deliver(protocol.Failed(self._next_id, self.reason, code="engine_unavailable"))
             return self._next_id
-        sequence = OpenSequence(msgspec.structs.replace(submit, id=self._next_id), deliver)
+        if known and known[-1].finish is not None:
+            return self._next_id
+        output = [token.token for token in known]
+        sequence = OpenSequence(msgspec.structs.replace(submit, id=self._next_id), deliver, output)
         self.open[self._next_id] = sequence
         if self.state is State.READY and self._isolated is None:
             self._send(sequence)

@@ -22,6 +22,7 @@ from server.http.front import FrontDoor
 from server.http.keys import Keys
 from server.http.model_names import ModelNames
 from server.http.stream_buffer import Retention, StreamStore
+from server.http.stream_journal import StreamJournal
 from server.http.streams import StreamPublisher
 from server.metrics import Metrics
 from server.supervision.crash_policy import Timeouts
@@ -301,6 +302,7 @@ class Served:
     client: EngineClient
     generation: Generation
     app: FrontDoor
+    publisher: StreamPublisher
 
 
 def serve(
@@ -309,6 +311,7 @@ def serve(
     section: ServerSection | None = None,
     max_open: int = 64,
     names: ModelNames = NAMES,
+    journal: StreamJournal | None = None,
 ) -> Served:
     """Wires up what server.serve does, and starts the engine. It is ready once its deferred
     callbacks have run.
@@ -331,13 +334,16 @@ def serve(
     )
     generation = Generation(client, inline_texts(TextCodec(tokenizer_folder)), section)
     keys = Keys(section.api_keys, section.api_keys_file)
+    publisher = StreamPublisher(
+        StreamStore(Retention()), section.keep_alive, journal, lambda: generation.ready.digest
+    )
     app = create_app(
         generation,
         section,
         keys,
         names,
         "0",
-        StreamPublisher(StreamStore(Retention()), section.keep_alive),
+        publisher,
     )
     supervisor.start()
-    return Served(engine, supervisor, client, generation, app)
+    return Served(engine, supervisor, client, generation, app, publisher)

@@ -38,7 +38,12 @@ class Hand:
         self.cancelled: list[int] = []
         self._last = 0
 
-    def submit(self, submit: protocol.Submit, deliver: Callable[[SequenceEvent], None]) -> int:
+    def submit(
+        self,
+        submit: protocol.Submit,
+        deliver: Callable[[SequenceEvent], None],
+        known: list[protocol.Token],
+    ) -> int:
         self._last += 1
         self.open[self._last] = deliver
         return self._last

@@ -1,0 +1,155 @@
+"""StreamJournal: resumable streams as files, with which a later server goes on after a kill.
+
+A stream has a file: what was asked for, then, as they come, the tokens that its events were made of
+and the events, each part in a frame with a checksum. Invariant: a frame is written before a client
+gets its events, and a part that was torn by the writer's death is as if it had not been. Requests
+reach the disk within moments (fsync); tokens need not, as a server that lost some generates the
+same again. Files hold prompts and answers, so the folder is its owner's alone; a server has it for
+itself. It knows nothing of engines, and nothing of what the bodies and events mean.
+"""
+
+import errno
+import fcntl
+import logging
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from server import protocol
+from server.errors import ConfigurationError
+
+log = logging.getLogger("onehead.api")
+
+FORMAT = 1
+_NUMBER_BYTES = 4
+"""Bytes of a frame's length, and of its checksum, a CRC-32."""
+
+
+class Asked(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """What a stream is an answer to, and whose it is."""
+
+    format: int = FORMAT
+    stream_id: str
+    caller: str
+    client: str
+    request_id: str
+    reply_id: str
+    created: int
+    path: str
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+    submits: list[protocol.Submit]
+    model: str
+    """The model and the arithmetic of its answers."""
+
+
+class Part(msgspec.Struct, array_like=True, frozen=True):
+    """More of a stream: tokens with the index of their choice, and the events made of them."""
+
+    tokens: Sequence[tuple[int, protocol.Token]]
+    events: Sequence[bytes]
+    has_ended: bool = False
+
+
+class StreamFile:
+    """The file of one stream, open only while it is written. Where it cannot be written, it is
+    removed: the stream goes on, and ends with the server.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._is_kept = True
+
+    def write(self, part: Asked | Part) -> None:
+        """Adds a part; the first one makes the file."""
+        if not self._is_kept:
+            return
+        data = msgspec.msgpack.encode(part)
+        frame = _head(data) + data
+        flags = os.O_CREAT | os.O_EXCL if isinstance(part, Asked) else 0
+        try:
+            with open(
+                os.open(self._path, os.O_WRONLY | os.O_APPEND | flags, 0o600), "wb", 0
+            ) as file:
+                # Nothing after a part of a frame would be read.
+                if file.write(frame) < len(frame):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            log.warning("server.journal: a stream is not kept: %s", error)
+            self.remove()
+
+    def sync(self) -> None:
+        """Waits until what was written is on the disk."""
+        with suppress(OSError), self._path.open("rb", 0) as file:
+            os.fsync(file.fileno())
+
+    def remove(self) -> None:
+        self._is_kept = False
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+
+def _head(data: bytes) -> bytes:
+    return b"".join(n.to_bytes(_NUMBER_BYTES) for n in (len(data), zlib.crc32(data)))
+
+
+class StreamJournal:
+    """The files of a folder. Raises ConfigurationError if it cannot be used, or another server uses
+    it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # Until this process ends.
+            self._lock = os.open(folder / "lock", os.O_WRONLY | os.O_CREAT, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            text = f"server.journal {folder}: another server uses it; give each its own folder"
+            raise ConfigurationError(text) from None
+        except OSError as error:
+            raise ConfigurationError(f"server.journal {folder}: {error.strerror}") from None
+        self._syncing = ThreadPoolExecutor(1, "journal")
+
+    def open(self, asked: Asked) -> StreamFile:
+        """A file for a new stream."""
+        stream = StreamFile(self._folder / f"{asked.stream_id}.stream")
+        stream.write(asked)
+        self._syncing.submit(stream.sync)
+        return stream
+
+    def read(self) -> Iterator[tuple[Asked, list[Part], StreamFile]]:
+        """The streams of servers before, the oldest first; a file of which nothing is whole is
+        removed.
+        """
+        for path in sorted(self._folder.glob("*.stream"), key=lambda path: path.stat().st_mtime):
+            frames, stream = [*_frames(path.read_bytes())], StreamFile(path)
+            try:
+                os.truncate(path, sum(2 * _NUMBER_BYTES + len(frame) for frame in frames))
+                asked, *parts = frames
+                yield (
+                    msgspec.msgpack.decode(asked, type=Asked),
+                    [msgspec.msgpack.decode(part, type=Part) for part in parts],
+                    stream,
+                )
+            except (OSError, ValueError, msgspec.MsgspecError):
+                log.warning("server.journal: %s cannot be read, and is removed", path)
+                stream.remove()
+
+
+def _frames(data: bytes) -> Iterator[bytes]:
+    """The contents of the whole frames that data begins with."""
+    at, head_bytes = 0, 2 * _NUMBER_BYTES
+    while at + head_bytes <= len(data):
+        end = at + head_bytes + int.from_bytes(data[at : at + _NUMBER_BYTES])
+        frame = data[at + head_bytes : end]
+        if data[at : at + head_bytes] != _head(frame):
+            return
+        yield frame
+        at = end

@@ -1,0 +1,175 @@
+"""A stream whose server is killed goes on in the next one: every event once, as if it had not been.
+
+The state at the kill is a copy of the journal's folder, of which the last bytes may be missing.
+"""
+
+import asyncio
+import hashlib
+import random
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.config import ServerSection
+from server.errors import ConfigurationError
+from server.http.stream_journal import StreamJournal
+from tests.server.http.test_streams import KEYS, Client, events_of, request_of, whole, without_names
+from tests.support.fake_engine import FakeEngine, Served, serve
+
+DIGESTS = [hashlib.sha256(key.encode()).hexdigest() for key in KEYS]
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    request_of("tgi"),
+    request_of("openai"),
+    ("/v1/completions", request_of("openai")[1] | {"n": 2, "temperature": 1.0, "seed": 3}),
+    ("/v1/completions", request_of("openai")[1] | {"temperature": 1.0}),
+    ("/v1/completions", request_of("openai")[1] | {"logprobs": 2, "max_tokens": 20}),
+]
+
+
+async def _server(
+    tokenizer_folder: Path, folder: Path | None, digests: list[str] = DIGESTS
+) -> Served:
+    section = ServerSection.model_validate({"api_keys": ",".join(digests)})
+    journal = None if folder is None else StreamJournal(folder)
+    served = serve(tokenizer_folder, FakeEngine(), section, journal=journal)
+    served.publisher.restore(served.app)
+    while not served.client.admission.accepting:
+        await asyncio.sleep(0)
+    return served
+
+
+class Reader:
+    """A client that has read some events, and reads on."""
+
+    def __init__(self, request: tuple[str, dict[str, Any]]) -> None:
+        self.path, self.body = request[0], request[1] | {"resumable": True}
+        self.events: list[dict[str, str]] = []
+        self.stream = ""
+
+    async def begin(self, served: Served, count: int) -> None:
+        cut = await Client(served).cut("POST", self.path, self.body, count)
+        self.stream, self.events = cut.headers["x-stream-id"], cut.events[:count]
+
+    async def read_on(self, served: Served) -> None:
+        last = {"last-event-id": self.events[-1]["id"]} if self.events else {}
+        answer = await Client(served).request("GET", f"/v1/streams/{self.stream}", **last)
+        assert answer.status_code in (200, 204), answer.text
+        self.events += events_of(answer.text)
+
+    @property
+    def data(self) -> list[Any]:
+        """The events' contents, those of each choice by themselves, and the stream's id."""
+        numbers = [f"{self.stream}.{number}" for number in range(1, len(self.events) + 1)]
+        assert [event["id"] for event in self.events] == numbers, "each event once, in order"
+        return sorted(
+            without_names([event["data"] for event in self.events]),
+            key=lambda value: "choices" in value and value["choices"][0]["index"],
+        )
+
+
+def _copy(folder: Path, to: Path, rng: random.Random, most_lost: int) -> Path:
+    shutil.copytree(folder, to)
+    for path in to.glob("*.stream"):
+        size = path.stat().st_size
+        with path.open("r+b") as file:
+            asked = 8 + int.from_bytes(path.read_bytes()[:4])
+            file.truncate(max(asked, size - rng.randint(0, most_lost)))
+    return to
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_streams_outlive_servers(tokenizer_folder: Path, tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    served = await _server(tokenizer_folder, tmp_path / "0")
+    readers = [Reader(request) for request in REQUESTS]
+    for reader in readers:
+        await reader.begin(served, rng.randint(1, 6))
+    for number in range(1, 3):
+        for _ in range(rng.randint(0, 40)):
+            await asyncio.sleep(0)
+        # What a power cut takes is generated again.
+        folder = _copy(tmp_path / str(number - 1), tmp_path / str(number), rng, 300 * (seed % 2))
+        served = await _server(tokenizer_folder, folder)
+        again = asyncio.create_task(served.publisher.go_on(served.app))
+        if number == 1:
+            for _ in range(rng.randint(0, 10)):
+                await asyncio.sleep(0)
+            continue  # Killed while it goes on.
+        for reader in readers:
+            await reader.read_on(served)
+        await again
+    plain = await _server(tokenizer_folder, None)
+    for reader, (path, body) in zip(readers, REQUESTS, strict=True):
+        if "seed" in body or not body.get("temperature"):
+            expected = without_names(await whole(Client(plain), path, body))
+            by_choice = sorted(
+                expected, key=lambda value: "choices" in value and value["choices"][0]["index"]
+            )
+            assert reader.data == by_choice
+        else:
+            assert len(reader.data) == 13, "its seed was drawn once"
+    assert served.supervisor.open == {}
+
+
+async def test_one_that_had_ended_is_read_without_an_engine(
+    tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    first = await _server(tokenizer_folder, tmp_path / "0")
+    reader = Reader(REQUESTS[1])
+    await reader.begin(first, 2)
+    while first.supervisor.open:
+        await asyncio.sleep(0)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    folder = _copy(tmp_path / "0", tmp_path / "1", random.Random(), 0)
+    second = await _server(tokenizer_folder, folder)
+    await reader.read_on(second)
+    expected = without_names(await whole(Client(first), *REQUESTS[1]))
+    assert reader.data == expected and second.supervisor._next_id == 0
+    second.publisher.store.sweep(1e9)
+    assert [*(tmp_path / "1").glob("*.stream")] == [], "it is kept no longer than the stream"
+
+
+@pytest.mark.parametrize("change", ["model", "key"])
+async def test_what_cannot_go_on_says_so(
+    tokenizer_folder: Path, tmp_path: Path, change: str
+) -> None:
+    first = await _server(tokenizer_folder, tmp_path / "0")
+    reader = Reader(("/v1/completions", REQUESTS[1][1] | {"max_tokens": 40}))
+    await reader.begin(first, 2)
+    folder = _copy(tmp_path / "0", tmp_path / "1", random.Random(1), 10**6)
+    second = await _server(tokenizer_folder, folder, DIGESTS if change == "model" else DIGESTS[1:])
+    if change == "model":
+        second.publisher._model = lambda: "another"
+    await second.publisher.go_on(second.app)
+    (buffer,) = second.publisher.store._streams.values()
+    *_, (_, last) = buffer.after(0)[1]
+    assert buffer.ended and b"not_restored" in last
+    assert second.supervisor.open == {}
+
+
+def test_only_one_server_has_a_folder_and_only_its_owner(tmp_path: Path) -> None:
+    journal = StreamJournal(tmp_path / "journal")
+    assert stat.S_IMODE((tmp_path / "journal").stat().st_mode) == 0o700
+    with pytest.raises(ConfigurationError, match="another server uses it"):
+        StreamJournal(tmp_path / "journal")
+    (tmp_path / "journal" / "a.stream").write_bytes(b"no frame")
+    assert [*journal.read()] == []
+    with pytest.raises(ConfigurationError, match="Not a directory"):
+        StreamJournal(tmp_path / "journal" / "lock" / "journal")
+
+
+async def test_a_file_that_cannot_be_written_ends_no_stream(
+    tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    served = await _server(tokenizer_folder, tmp_path / "journal")
+    reader = Reader(REQUESTS[1])
+    await reader.begin(served, 1)
+    for path in (tmp_path / "journal").glob("*.stream"):
+        path.unlink()
+    await reader.read_on(served)
+    assert reader.data == without_names(await whole(Client(served), *REQUESTS[1]))
+    assert [*(tmp_path / "journal").glob("*.stream")] == []
