@@ -11,8 +11,9 @@ knows nothing of sequences and tensors.
 import errno
 import logging
 import os
+import secrets
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import reduce
@@ -27,6 +28,8 @@ log = logging.getLogger("onehead.cache")
 
 CHECK_BYTES = 4
 """Bytes of a checksum, a CRC-32."""
+FILES = f"{'[0-9a-f]' * 32}/{'[0-9a-f]' * 64}*"
+"""The files of all servers, below the folder that they share."""
 READERS = 4
 """Threads that read."""
 SCANS = 16
@@ -35,7 +38,7 @@ SCANS = 16
 
 class DiskCache:
     """`parts` returns the memory of a page. `limit`: the most bytes of all files of the folder
-    above `folder`, which servers with other pages use too. Raises OSError if no folder can be made.
+    above `folder`, which servers with other pages use too; about, as each server counts for itself.
     """
 
     def __init__(
@@ -49,22 +52,37 @@ class DiskCache:
         self._num_pages = layout.pages_per_block
         self._page_bytes = sum(part.nbytes for part in parts(0))
         self._bytes_to_scan = 0.0
-        self._failure = ""
-        """Why the last block could not be written."""
+        self._failure: int | None = 0
+        """The number of the error for which the last block could not be written."""
         # They start threads when they are first used: in the process that serves.
         self._writer = ThreadPoolExecutor(1, "disk writer")
         self._readers = ThreadPoolExecutor(READERS, "disk reader")
-        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
+
+    def make_folder(self) -> None:
+        """Raises OSError."""
+        self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder.mkdir(mode=0o700, exist_ok=True)
 
     def has(self, link: Link) -> bool:
         return self._path(link.name).exists()
 
-    def read(self, wanted: Iterable[tuple[Link, Sequence[int]]]) -> list[bool]:
+    def touch(self, links: Sequence[Link]) -> None:
+        """Has blocks that follow each other count as used now, the first ones last: without them
+        the others are not found.
+        """
+        self._writer.submit(self._touch, [self._path(link.name) for link in reversed(links)])
+
+    def _touch(self, paths: list[Path]) -> None:
+        for path in paths:
+            with suppress(OSError):  # Not all have to be here.
+                os.utime(path)
+
+    def read(self, wanted: Iterable[tuple[Link, Sequence[int]]]) -> Iterator[bool]:
         """Reads blocks into these of their pages, DROPPED for those that are not wanted. False for
         a block that is not there or damaged; then it is removed, and its pages may hold anything.
+        Each result comes when it is there.
         """
-        return [*self._readers.map(self._read, *zip(*wanted, strict=True))]
+        return self._readers.map(self._read, *zip(*wanted, strict=True))
 
     def _read(self, link: Link, pages: Sequence[int]) -> bool:
         num_fixed = len(link.name) + len(link.tokens)
@@ -80,7 +98,6 @@ class DiskCache:
                         os.preadv(file.fileno(), parts, header_bytes + place * self._page_bytes)
                         check = checks[place * CHECK_BYTES :][:CHECK_BYTES]
                         is_whole = _checksum(parts) == check
-                os.utime(file.fileno())
         except OSError:
             return False
         if not is_whole:
@@ -102,12 +119,11 @@ class DiskCache:
 
     def _write(self, block: Block) -> None:
         path, pages = self._path(block.link.name), [*block.pages]
-        new = path.with_suffix(f".{os.getpid()}")
+        new = path.with_suffix(f".{secrets.token_hex(8)}")
         try:
-            if path.exists():
-                return os.utime(path)
-            if DROPPED in pages:
-                return None
+            if path.exists() or DROPPED in pages:
+                return
+            self.make_folder()  # Again, where it was deleted.
             parts = [self._parts(page) for page in pages]
             header = _header(block.link, b"".join(map(_checksum, parts)))
             num_bytes = len(header) + len(pages) * self._page_bytes
@@ -117,14 +133,14 @@ class DiskCache:
             # Else what was written may be what another block computed into an evicted page.
             if block.pages == pages:
                 new.replace(path)
-            self._failure = ""
+            self._failure = 0
             self._bytes_to_scan -= num_bytes
             if self._bytes_to_scan <= 0:
                 self._scan()
         except OSError as error:
-            if self._failure != str(error):
-                log.warning("cache.disk: blocks cannot be written: %s", error)
-            self._failure = str(error)
+            if self._failure != error.errno:
+                log.warning("cache.disk: blocks cannot be written: %s", error.strerror)
+            self._failure = error.errno
         finally:
             self._remove(new)
 
@@ -134,7 +150,7 @@ class DiskCache:
         """
         self._bytes_to_scan = self._limit / SCANS
         files, total = [], self._bytes_to_scan
-        for path in self._folder.parent.glob("*/*"):
+        for path in self._folder.parent.glob(FILES):
             with suppress(OSError):  # Another server has removed it.
                 state = path.stat()
                 files.append((state.st_mtime_ns, state.st_size, path))

@@ -154,39 +154,43 @@ class PrefixCache:
             links[count].name in self.blocks or self._disk.has(links[count])
         ):
             count += 1
+        links = links[:count]
+        self._disk.touch(links)
         first_needed = [self._first_seen(group, count) for group in self._layout.stacks]
         # A block is found by a page of it, though none may be seen.
         first_needed[first_needed.index(min(first_needed))] = 0
-        owned, wanted = list[int](), list[tuple[Block, list[int]]]()
-        for index, link in enumerate(links[:count]):
-            block = self.blocks.get(link.name) or Block(link, [DROPPED] * len(first_needed))
-            # Owned, so that they are not evicted for those that are read.
-            there = [page for page in block.pages if page != DROPPED]
-            self._allocator.share(there)
-            owned += there
-            lacks = [
-                page == DROPPED and index >= first
-                for page, first in zip(block.pages, first_needed, strict=True)
-            ]
-            if sum(lacks) > self._allocator.num_available:
-                break
-            taken = self._allocator.allocate(sum(lacks))
+        blocks = [
+            self.blocks.get(link.name) or Block(link, [DROPPED] * len(first_needed))
+            for link in links
+        ]
+        lacking = [
+            (block, place)
+            for index, block in enumerate(blocks)
+            for place, first in enumerate(first_needed)
+            if index >= first and block.pages[place] == DROPPED
+        ]
+        # Owned, so that they are not evicted for those that are read.
+        owned = [page for block in blocks for page in block.pages if page != DROPPED]
+        self._allocator.share(owned)
+        if len(lacking) <= self._allocator.num_available:
+            taken = self._allocator.allocate(len(lacking))
             owned += taken
-            places = iter(taken)
-            pages = [next(places) if is_lacking else DROPPED for is_lacking in lacks]
-            if taken:
-                wanted.append((block, pages))
-        found = self._disk.read([(block.link, pages) for block, pages in wanted])
-        for (block, pages), is_found in zip(wanted, found, strict=True):
-            if is_found:
-                self._fill(block, pages)
-            else:
-                self.unknown += [page for page in pages if page != DROPPED]
+            wanted: dict[Block, list[int]] = {}
+            for (block, place), page in zip(lacking, taken, strict=True):
+                wanted.setdefault(block, [DROPPED] * len(first_needed))[place] = page
+            found = self._disk.read((block.link, pages) for block, pages in wanted.items())
+            for (block, pages), is_found in zip(wanted.items(), found, strict=True):
+                self._fill(block, pages) if is_found else self._clear_later(pages)
         self._allocator.release(reversed(owned))
+
+    def _clear_later(self, pages: list[int]) -> None:
+        self.unknown += [page for page in pages if page != DROPPED]
 
     def _fill(self, block: Block, pages: list[int]) -> None:
         """Adds to a block pages that were read; adds the block if it is not in the cache."""
         self.num_loaded += 1
+        # In place, as the scheduler has the same list: what was read must not be cleared.
+        self.unknown[:] = set(self.unknown).difference(pages)
         block.pages = [max(*both) for both in zip(block.pages, pages, strict=True)]
         for page in pages:
             if page != DROPPED:

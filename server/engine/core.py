@@ -62,8 +62,6 @@ class EngineCore:
         self.scheduler = scheduler
         self.runner = runner
         self._in_flight: tuple[StepPlan, PendingStep] | None = None
-        self._uncleared: tuple[int, ...] = ()
-        """Pages that a plan was to clear of which no row fit into memory."""
         self._found_nothing = False
         """Whether the last step found nothing to compute."""
 
@@ -78,7 +76,7 @@ class EngineCore:
         computes and commits the planned step. `before` is called once the plan is made.
         """
         events: list[TokenEvent | PromptScored] = [*self.scheduler.take_masks()]
-        plan = self._clearing(self.scheduler.plan())
+        plan = self.scheduler.plan()
         self._found_nothing = plan.is_empty and self._in_flight is None
         return events + (
             self._commit_in_flight(None) if plan.is_empty else self._compute(plan, before)
@@ -150,17 +148,8 @@ class EngineCore:
             drawn += result.drawn
             if result.scored:
                 scored[index] = result.scored[0]
-        self._uncleared = clear
+        self.scheduler.prefixes.unknown.extend(clear)
         return StepResult(tuple(drawn), scored)
-
-    def _clearing(self, plan: StepPlan) -> StepPlan:
-        """The plan, which also clears the pages that a failed one perhaps has not; nothing has been
-        computed since.
-        """
-        if not self._uncleared or plan.is_empty:
-            return plan
-        clear, self._uncleared = self._uncleared, ()
-        return StepPlan(plan.listed, clear + plan.clear, plan.decode)
 
 
 def _with_sampled_token(row: Row, drawn: SampledToken | SampleError | None) -> Row:

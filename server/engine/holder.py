@@ -8,12 +8,14 @@ ended stays a zombie until the next one is there, so that its process id belongs
 process while the API process may still signal it. It knows no messages of the protocol.
 """
 
+import ctypes
 import os
 import socket
 import sys
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import TypeVar
@@ -21,17 +23,29 @@ from typing import TypeVar
 from server import child_process
 from server.protocol import STATUS_BYTES
 
+OMP_PAUSE_HARD = 2
+"""OpenMP 5.0's argument that frees all that OpenMP holds."""
 _Loaded = TypeVar("_Loaded")
 
 
 def in_a_thread(load: Callable[[], _Loaded]) -> _Loaded:
-    """What `load` returns or raises, called in a thread that has ended when this returns.
+    """What `load` returns or raises, called in a thread that has ended when this returns, and with
+    it the threads of its OpenMP team.
 
-    OpenMP keeps a team of threads for each thread that has computed in parallel. The thread that
-    forks must have none: its copy in the child would wait for threads that only the parent has.
+    OpenMP keeps a team for each thread that has computed in parallel. The thread that forks must
+    have none: its copy in the child would wait for threads that only the parent has. A team that is
+    still ending may hold a lock of the libraries, which no thread of the child would release.
     """
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(load).result()
+        try:
+            return pool.submit(load).result()
+        finally:
+            pool.submit(_end_team).result()
+
+
+def _end_team() -> None:
+    with suppress(OSError, AttributeError):  # Another OpenMP than GNU's.
+        ctypes.CDLL("libgomp.so.1").omp_pause_resource_all(OMP_PAUSE_HARD)
 
 
 def hold(

@@ -31,7 +31,6 @@ from cache.ledger import PageLedger
 from model.checkpoint.conversion import only_pooled
 from model.checkpoint.families import read_spec
 from model.checkpoint.identity import ModelFiles
-from model.options import EngineOptions
 from model.spec import CheckpointError, ModelSpec, OptionError
 from model.step import SampledToken
 from server import logs, protocol
@@ -129,14 +128,15 @@ def _scheduler(
         drafter_for = lambda sequence: Drafter(sequence.prompt)  # noqa: E731
     if runner.backend.is_whole is not None:
         ledger = PageLedger(limits.num_pages, limits.layout, runner.backend.is_whole)
-    disk = _disk(start.options, runner, ready) if start.options.cache_disk else None
+    disk = _disk(start, runner, ready) if start.options.cache_disk else None
     return Scheduler(limits, drafter_for, ledger, disk)
 
 
-def _disk(options: EngineOptions, runner: "ModelRunner", ready: protocol.Ready) -> DiskCache:
+def _disk(start: protocol.Start, runner: "ModelRunner", ready: protocol.Ready) -> DiskCache:
     """The files of pages with the same bits as this engine computes. Raises OptionError."""
-    if ready.device != "cpu":
-        raise OptionError("cache.disk holds pages of the main memory only: engine.device cpu")
+    if ready.device != "cpu" or not ready.deterministic:
+        text = "cache.disk needs an engine on a CPU with batch-invariant kernels, to find what it "
+        raise OptionError(f"{text}would compute; this one is on {ready.device}, by {ready.kernels}")
     same = (
         version("onehead"),
         version("torch"),
@@ -147,11 +147,15 @@ def _disk(options: EngineOptions, runner: "ModelRunner", ready: protocol.Ready) 
         ready.quantization,
         repr(runner.pool.layout),
     )
-    folder = Path(options.cache_disk, hashlib.sha256(repr(same).encode()).hexdigest()[:32])
+    folder = Path(start.options.cache_disk, hashlib.sha256(repr(same).encode()).hexdigest()[:32])
+    pool = runner.pool
+    disk = DiskCache(folder, start.options.cache_disk_size, pool.layout, pool.parts)
     try:
-        return DiskCache(folder, options.cache_disk_size, runner.pool.layout, runner.pool.parts)
+        disk.make_folder()
     except OSError as error:
-        raise OptionError(f"cache.disk {folder.parent}: {error.strerror}") from None
+        if not start.digest:  # A later engine does without it, as one that runs does.
+            raise OptionError(f"cache.disk {folder.parent}: {error.strerror}") from None
+    return disk
 
 
 def _check_files(max_running: int) -> None:
@@ -317,7 +321,8 @@ class Worker:
         for a mask, as that time is bounded.
         """
         self._num_idle_beats += self._waits_for_masks
-        return self.core.runner.progress + self._num_idle_beats
+        num_loaded = self.core.scheduler.prefixes.num_loaded
+        return self.core.runner.progress + num_loaded + self._num_idle_beats
 
     def serve(self) -> None:
         """Handles messages and runs steps. Returns on Shutdown; raises EOFError when the other end

@@ -62,7 +62,7 @@ class Reservation:
         """Where a server before had the request: what it generated."""
         self._admission = admission
         self._is_counted = True
-        self._key = key
+        self.key = key
         admission.num_reserved += 1
         usage.num_reserved += 1
         if key is not None:
@@ -78,9 +78,9 @@ class Reservation:
     def close(self) -> None:
         """Ends the request: releases it, and its Idempotency-Key. Idempotent."""
         self.release()
-        if self._key is not None:
-            self._admission.keys_in_use.discard((self.caller, self._key))
-            self._key = None
+        if self.key is not None:
+            self._admission.keys_in_use.discard((self.caller, self.key))
+            self.key = None
 
 
 class Admission:
@@ -131,10 +131,16 @@ class Admission:
         return sum(usage.waiting_tokens for usage in self.clients.values())
 
     def reserve(
-        self, caller: str, client: str = "", terms: Terms = EVERYBODY, key: bytes | None = None
+        self,
+        caller: str,
+        client: str = "",
+        terms: Terms = EVERYBODY,
+        key: bytes | None = None,
+        is_new: bool = True,
     ) -> Reservation:
         """Admits a request before its body is read. Raises Unavailable or Overloaded; Conflict
-        while another request in progress has its Idempotency-Key.
+        while another request in progress has its Idempotency-Key. One that is not new was counted
+        against the client's rates before.
         """
         if key is not None and (caller, key) in self.keys_in_use:
             raise Conflict(
@@ -144,7 +150,7 @@ class Admission:
         usage = self._usage(client, terms)
         with self.counting_refusals():
             self._check(usage, 1, 1)
-            self._check_rates(usage, is_new=True)
+            self._check_rates(usage, is_new)
         return Reservation(self, caller, client, usage, key)
 
     def charge(self, client: str, terms: Terms, num_tokens: int) -> None:

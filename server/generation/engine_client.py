@@ -89,10 +89,15 @@ class EngineClient:
         return self.admission.draining
 
     def reserve(
-        self, caller: str, client: str = "", terms: Terms = EVERYBODY, key: bytes | None = None
+        self,
+        caller: str,
+        client: str = "",
+        terms: Terms = EVERYBODY,
+        key: bytes | None = None,
+        is_new: bool = True,
     ) -> Reservation:
         """As Admission.reserve."""
-        return self.admission.reserve(caller, client, terms, key)
+        return self.admission.reserve(caller, client, terms, key, is_new)
 
     def submit(
         self,
@@ -109,13 +114,14 @@ class EngineClient:
             reservation.usage, len(submits), sum(choice.num_prompt for choice in choices)
         )
         self.metrics.prompt_tokens.inc(prompt_tokens(choices))
-        receivers = [self._receiver(choice, deliver) for choice in choices]
         known: list[list[protocol.Token]] = [[] for _ in choices]
         for index, token in reservation.restored.tokens:
             known[index].append(token)
-            receivers[index](token)
-        for choice, submit, receive, tokens in zip(choices, submits, receivers, known, strict=True):
-            choice.id = self.supervisor.submit(submit, receive, tokens)
+            choices[index].first = choices[index].last = time.monotonic()
+            choices[index].num_tokens += 1
+            deliver(choices[index], token)
+        for choice, submit, tokens in zip(choices, submits, known, strict=True):
+            choice.id = self.supervisor.submit(submit, self._receiver(choice, deliver), tokens)
             self.admission.add(choice, reservation.usage)
         reservation.choices += choices
 

@@ -12,6 +12,8 @@ from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
+import msgspec
+
 from server import protocol
 from server.config import ServerSection
 from server.errors import BadSize, InvalidRequest, Unavailable
@@ -122,8 +124,16 @@ class Generation:
         except InvalidRequest:  # Its prompts have been tokenized all the same.
             reservation.usage.tokens.level -= sum(len(request.prompt) for request in requests)
             raise
-        # With the seeds that were drawn, and the ids of a template that may show the time.
-        submits = [*reservation.restored.submits] or submits
+        if restored := reservation.restored.submits:
+            # With the seeds that were drawn, and the ids of a template that may show the time.
+            requests = [
+                replace(request, prompt=old.prompt, sampling=old.sampling)
+                for request, old in zip(requests, restored, strict=True)
+            ]
+            submits = [
+                msgspec.structs.replace(old, share=new.share)
+                for old, new in zip(restored, submits, strict=True)
+            ]
         streams = OpenStreams(self.client, self.codec, requests, submits)
         streams.open(reservation, submits)
         if self.section.log_prompts:

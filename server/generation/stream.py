@@ -295,7 +295,7 @@ class OpenStreams:
         self._announce()
 
     def _time_out(self) -> None:
-        if all(choice.started is None for choice in self.choices):
+        if not any(choice.started or choice.num_tokens for choice in self.choices):
             text = "the request's time limit passed before its generation started"
             self._error = partial(QueueTimeout, text, RETRY_SECONDS, code="queue_timeout")
         else:

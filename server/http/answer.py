@@ -151,7 +151,7 @@ class Answers:
                 source = ReplyEvents(reply, None, error_event, delivery.last)
                 headers = reply.headers(streamed=True)
                 return self.publisher.publish(
-                    http, source, reply.streams, error_event, headers, delivery.last
+                    http, source, reply.streams, reply.form, headers, delivery.last
                 )
             exchange_of(http).body = b""  # Only a resumable stream is asked for again.
             if not delivery.stream:

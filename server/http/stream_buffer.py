@@ -95,6 +95,8 @@ class StreamBuffer:
         """Called when the stream is no longer kept."""
         self.is_restored = False
         """Whether a server before began it, whose last events this one may have to make again."""
+        self.is_queued = False
+        """Whether it has yet to go on; nobody is missed as its reader."""
         self.gap_event = b""
         """The event for a reader whose next event was dropped."""
         self._events: deque[bytes] = deque()
@@ -130,13 +132,8 @@ class StreamBuffer:
 
     def after(self, seen: int) -> tuple[bool, list[tuple[int, bytes]]]:
         """Whether events after number `seen` were dropped, and the events after it that are kept,
-        as (number, data). Raises MalformedBody if event `seen` has not come yet.
+        as (number, data).
         """
-        if seen > self.num_events and not self.is_restored:
-            raise MalformedBody(
-                f"that event has not been sent yet; the last one is {self.num_events}",
-                code="future_event",
-            )
         first = self.num_events - len(self._events) + 1
         start = max(0, seen + 1 - first)
         kept = [self._events[i] for i in range(start, len(self._events))]
@@ -158,8 +155,6 @@ class StreamStore:
         self._expired: OrderedDict[str, str] = OrderedDict()
         """Id -> owner of streams that are no longer kept."""
         self.num_bytes = 0
-        self.num_restored = 0
-        """Streams of a server before, which all have lost their readers at once."""
         self._bytes: dict[str, int] = {}
         """Client -> bytes of its streams, where there are any."""
 
@@ -184,7 +179,6 @@ class StreamStore:
         """
         buffer = StreamBuffer(id or self._new_id(), owner, stop, now, client or owner)
         buffer.is_restored = bool(id)
-        self.num_restored += buffer.is_restored
         self._streams[buffer.id] = buffer
         return buffer
 
@@ -246,9 +240,14 @@ class StreamStore:
 
     def attach(self, buffer: StreamBuffer, seen: int, wake: Wake = lambda: None) -> Reader:
         """A new reader of the events after number `seen`, which supersedes the current reader.
-        Raises MalformedBody, as `after`.
+        Raises MalformedBody if event `seen` has not come yet, and no server before may have sent
+        it.
         """
-        buffer.after(seen)
+        if seen > buffer.num_events and (buffer.ended or not buffer.is_restored):
+            raise MalformedBody(
+                f"that event has not been sent yet; the last one is {buffer.num_events}",
+                code="future_event",
+            )
         old, buffer.reader = buffer.reader, Reader(buffer, seen, wake)
         if old is not None:
             old.tell()
@@ -280,15 +279,17 @@ class StreamStore:
         return [
             buffer
             for buffer in self._streams.values()
-            if buffer.reader is None and not buffer.ended
+            if buffer.reader is None and not buffer.ended and not buffer.is_queued
         ]
 
     def _cancel_longest_detached(self) -> None:
         """Cancels streams without a reader, down to `max_detached`: of the client that has most of
         them the one without for longest.
         """
-        detached = sorted(self._detached(), key=lambda buffer: buffer.idle_since)
-        while len(detached) > self.retention.max_detached + self.num_restored:
+        # A restart takes the readers of all streams at once.
+        detached = [buffer for buffer in self._detached() if not buffer.is_restored]
+        detached.sort(key=lambda buffer: buffer.idle_since)
+        while len(detached) > self.retention.max_detached:
             held = Counter(buffer.client for buffer in detached)
             longest = max(detached, key=lambda buffer: held[buffer.client])
             detached.remove(longest)

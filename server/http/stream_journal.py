@@ -25,7 +25,8 @@ from server.errors import ConfigurationError
 
 log = logging.getLogger("onehead.api")
 
-FORMAT = 1
+FILES = f"{'[A-Za-z0-9_-]' * 32}.stream1"
+"""The names of files: a stream's id, and the format of what is in them."""
 _NUMBER_BYTES = 4
 """Bytes of a frame's length, and of its checksum, a CRC-32."""
 
@@ -33,10 +34,11 @@ _NUMBER_BYTES = 4
 class Asked(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """What a stream is an answer to, and whose it is."""
 
-    format: int = FORMAT
     stream_id: str
     caller: str
     client: str
+    key: bytes | None
+    """Its Idempotency-Key."""
     request_id: str
     reply_id: str
     created: int
@@ -46,13 +48,19 @@ class Asked(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     submits: list[protocol.Submit]
     model: str
     """The model and the arithmetic of its answers."""
+    is_named: bool
+    """Whether its events have names."""
+    last: bytes
+    """The event that ends it."""
 
 
 class Part(msgspec.Struct, array_like=True, frozen=True):
-    """More of a stream: tokens with the index of their choice, and the events made of them."""
+    """More of a stream: tokens with the index of their choice, and the events made of them. One of
+    nothing stands where a server began to go on with it.
+    """
 
-    tokens: Sequence[tuple[int, protocol.Token]]
-    events: Sequence[bytes]
+    tokens: Sequence[tuple[int, protocol.Token]] = ()
+    events: Sequence[bytes] = ()
     has_ended: bool = False
 
 
@@ -80,13 +88,14 @@ class StreamFile:
                 if file.write(frame) < len(frame):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            log.warning("server.journal: a stream is not kept: %s", error)
+            log.warning("server.journal: a stream is not kept: %s", error.strerror)
             self.remove()
 
     def sync(self) -> None:
         """Waits until what was written is on the disk."""
-        with suppress(OSError), self._path.open("rb", 0) as file:
-            os.fsync(file.fileno())
+        for path in (self._path, self._path.parent):
+            with suppress(OSError), open(os.open(path, os.O_RDONLY)) as file:
+                os.fsync(file.fileno())
 
     def remove(self) -> None:
         self._is_kept = False
@@ -119,7 +128,7 @@ class StreamJournal:
 
     def open(self, asked: Asked) -> StreamFile:
         """A file for a new stream."""
-        stream = StreamFile(self._folder / f"{asked.stream_id}.stream")
+        stream = StreamFile((self._folder / asked.stream_id).with_suffix(Path(FILES).suffix))
         stream.write(asked)
         self._syncing.submit(stream.sync)
         return stream
@@ -128,9 +137,10 @@ class StreamJournal:
         """The streams of servers before, the oldest first; a file of which nothing is whole is
         removed.
         """
-        for path in sorted(self._folder.glob("*.stream"), key=lambda path: path.stat().st_mtime):
-            frames, stream = [*_frames(path.read_bytes())], StreamFile(path)
+        for path in sorted(self._folder.glob(FILES), key=lambda path: path.stat().st_mtime):
+            stream = StreamFile(path)
             try:
+                frames = [*_frames(path.read_bytes())]
                 os.truncate(path, sum(2 * _NUMBER_BYTES + len(frame) for frame in frames))
                 asked, *parts = frames
                 yield (
@@ -138,8 +148,10 @@ class StreamJournal:
                     [msgspec.msgpack.decode(part, type=Part) for part in parts],
                     stream,
                 )
-            except (OSError, ValueError, msgspec.MsgspecError):
-                log.warning("server.journal: %s cannot be read, and is removed", path)
+            except OSError as error:
+                log.warning("server.journal: a stream cannot be read: %s", error.strerror)
+            except (ValueError, msgspec.MsgspecError):
+                log.warning("server.journal: a file holds no stream, and is removed")
                 stream.remove()
 
 
@@ -149,7 +161,8 @@ def _frames(data: bytes) -> Iterator[bytes]:
     while at + head_bytes <= len(data):
         end = at + head_bytes + int.from_bytes(data[at : at + _NUMBER_BYTES])
         frame = data[at + head_bytes : end]
-        if data[at : at + head_bytes] != _head(frame):
+        # Zeros, which a power cut may leave at the end of a file, are the head of nothing.
+        if not frame or data[at : at + head_bytes] != _head(frame):
             return
         yield frame
         at = end

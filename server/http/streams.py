@@ -8,7 +8,6 @@ generation. It treats events as opaque bytes.
 
 import asyncio
 import logging
-import math
 import re
 import time
 from collections import deque
@@ -38,6 +37,8 @@ KEPT_HEADERS = frozenset({b"content-type", b"host", b"x-stream-resumable"})
 """Headers on which a request's meaning depends. That of its key is not kept."""
 REPEAT_SECONDS = 1.0
 """Until a request is made again that an earlier server had taken and this one is too full for."""
+MAX_REPEATS = 3
+"""Servers that go on with a stream, one after the other, without an event more."""
 RETRY = "retry: 1000\n"
 SUPERSEDED = b"event: superseded\ndata: {}\n\n"
 _EVENT_ID = re.compile(r"([A-Za-z0-9_-]+)\.([0-9]{1,15})")
@@ -66,19 +67,26 @@ class StreamWriter:
         """Events to come that are in the stream already."""
         self.buffer = store.open(caller, self._stop, time.monotonic(), client, id)
 
-    def restore(self, parts: Sequence[Part], error_event: ErrorEvent, file: StreamFile) -> None:
+    def restore(
+        self, parts: Sequence[Part], error_event: ErrorEvent, last: bytes, file: StreamFile
+    ) -> None:
         """Writes again what a server before had written. Until the request is made again, nobody
-        is missed as a reader.
+        is missed as a reader. A stream with which several servers have begun to go on, and none got
+        further, is not asked for again: it may be what ended them.
         """
         self._say_errors_by(error_event)
+        self._last = last
         self.tokens = [token for part in parts for token in part.tokens]
         self._append(*(event for part in parts for event in part.events))
         self._num_repeated = self.buffer.num_events
         self._keep(file)
+        self.buffer.is_queued = True
         if any(part.has_ended for part in parts):
             self._store.end(self.buffer, time.monotonic())
+        elif [part for part in parts[-MAX_REPEATS:] if not part.events][MAX_REPEATS - 1 :]:
+            self.fail(f"{MAX_REPEATS} servers have ended since it got further")
         else:
-            self.buffer.idle_since = math.inf
+            file.write(Part())
 
     def begin(
         self,
@@ -92,8 +100,13 @@ class StreamWriter:
         """Writes the events of `source` as they come. `streams` is closed when they end, in any
         way.
         """
+        if self.buffer.ended:  # It was cancelled meanwhile.
+            streams.close()
+            exchange.release()
+            return
         self._exchange, self._source, self._streams = exchange, source, streams
         self._last = last
+        self.buffer.is_queued = False
         self._say_errors_by(error_event)
         if file is not None:
             self._keep(file)
@@ -102,10 +115,12 @@ class StreamWriter:
         source.listen(self._push)
         asyncio.get_running_loop().call_soon(self._push)
 
-    def fail(self, error: RequestError) -> None:
-        """Ends the stream with an error."""
+    def fail(self, reason: str) -> None:
+        """Ends a stream that does not go on."""
         if not self.buffer.ended:
-            self._end(error)
+            log.warning("a stream of a server before does not go on: %s", reason)
+            text = f"the server was restarted, and the stream does not go on: {reason}"
+            self._end(GenerationFailed(text, code="not_restored"))
 
     def _say_errors_by(self, error_event: ErrorEvent) -> None:
         self._error_event = error_event
@@ -134,10 +149,12 @@ class StreamWriter:
         """Writes events into the file and then, where clients see them, into the stream."""
         new = events[self._num_repeated :]
         self._num_repeated -= min(self._num_repeated, len(events))
-        if self._file is not None and self._exchange is not None:
-            taken, self._streams.taken = self._streams.taken, []
-            tokens = taken[len(self.tokens) :]
-            del self.tokens[: len(taken)]
+        if self._file is not None:
+            tokens: list[tuple[int, protocol.Token]] = []
+            if self._exchange is not None:
+                taken, self._streams.taken = self._streams.taken, []
+                tokens = taken[len(self.tokens) :]
+                del self.tokens[: len(taken)]
             if new or tokens or has_ended:
                 self._file.write(Part(tokens, new, has_ended))
         self._append(*new)
@@ -190,7 +207,7 @@ class StreamPublisher:
         http: HttpRequest,
         source: sse.Source,
         streams: OpenStreams,
-        error_event: ErrorEvent,
+        form: sse.Form,
         headers: dict[str, str],
         last: bytes = b"",
     ) -> Response:
@@ -199,35 +216,47 @@ class StreamPublisher:
         the events end, in any way; `last` is the last event.
         """
         exchange = exchange_of(http)
+        body, exchange.body = exchange.body, b""
         exchange.outlives_response = True
+        error_event = partial(errors.event, exchange.dialect, form)
         if isinstance(exchange.stream, StreamWriter):
             exchange.stream.begin(exchange, source, streams, error_event, last, None)
             return Response(status_code=204)
         writer = StreamWriter(self.store, exchange.caller, exchange.client)
-        file = self._file(http, writer.buffer.id, streams)
+        file = self._file(http, writer.buffer.id, streams, body, form.named, last)
         writer.begin(exchange, source, streams, error_event, last, file)
         return self.follow(writer.buffer, 0, headers)
 
-    def _file(self, http: HttpRequest, stream_id: str, streams: OpenStreams) -> StreamFile | None:
+    def _file(
+        self,
+        http: HttpRequest,
+        stream_id: str,
+        streams: OpenStreams,
+        body: bytes,
+        is_named: bool,
+        last: bytes,
+    ) -> StreamFile | None:
         """A file for a new stream if there is a journal. What scores its prompt is not kept: the
         scores are no part of the tokens.
         """
         if self._journal is None or streams.submits[0].score_prompt:
             return None
         exchange, reservation = exchange_of(http), streams.reservation
-        body, exchange.body = exchange.body, b""
         asked = Asked(
             stream_id=stream_id,
             caller=exchange.caller,
             client=exchange.client,
+            key=reservation.key,
             request_id=exchange.request_id,
             reply_id=reservation.reply_id,
             created=reservation.created,
-            path=http.url.path,
+            path=http.scope["path"],
             headers=[pair for pair in http.headers.raw if pair[0] in KEPT_HEADERS],
             body=body,
             submits=[*streams.submits],
             model=self._model(),
+            is_named=is_named,
+            last=last,
         )
         return self._journal.open(asked)
 
@@ -237,31 +266,35 @@ class StreamPublisher:
             return
         for asked, parts, file in self._journal.read():
             writer = StreamWriter(self.store, asked.caller, asked.client, asked.stream_id)
-            dialect = door.table.dialect(asked.path)
-            writer.restore(parts, partial(errors.event, dialect, sse.EVENTS), file)
+            form = sse.NAMED_EVENTS if asked.is_named else sse.EVENTS
+            error_event = partial(errors.event, door.table.dialect(asked.path), form)
+            writer.restore(parts, error_event, asked.last, file)
             if not writer.buffer.ended:
                 self._restored.append((asked, writer))
         if self._restored:
-            log.info("%d streams of a server before go on", len(self._restored))
+            log.info("%d streams of a server before are to go on", len(self._restored))
 
     async def go_on(self, door: FrontDoor) -> None:
         """Asks again for what the streams of a server before were asked for, once the engine is
         ready.
         """
-        while self._restored:
-            asked, writer = self._restored[0]
-            status = 409  # Of another model.
+        # While it drains they are left to the next server.
+        while self._restored and not door.client.draining:
+            asked, writer = self._restored.pop(0)
             if writer.buffer.ended:
-                status = 204
-            elif asked.model == self._model():
-                status = await _repeat(door, asked, writer)
-            if status in (429, 503) and not door.client.draining:
-                await asyncio.sleep(REPEAT_SECONDS)  # It is as full as it was.
                 continue
-            del self._restored[0]
-            if status != 204:
-                text = f"the server was restarted, and did not take the request again ({status})"
-                writer.fail(GenerationFailed(text, code="not_restored"))
+            if asked.model != self._model():
+                writer.fail("it was begun by another model, or another version of the server")
+                continue
+            try:
+                status = await _repeat(door, asked, writer)
+            except Exception:  # Which the application has logged.
+                status = 500
+            if status in (429, 503):  # It is as full as it was; the others are not kept waiting.
+                self._restored.append((asked, writer))
+                await asyncio.sleep(REPEAT_SECONDS / len(self._restored))
+            elif status != 204:
+                writer.fail(f"the request was refused with status {status}")
 
     def follow(self, buffer: StreamBuffer, seen: int, headers: dict[str, str]) -> Response:
         """A response with the events after number `seen`. Raises MalformedBody if there is no such
@@ -299,13 +332,14 @@ async def _repeat(door: FrontDoor, asked: Asked, writer: StreamWriter) -> int:
     exchange.decided, exchange.stream = True, writer
     exchange.dialect = door.table.dialect(asked.path)
     exchange.request_id, exchange.caller = asked.request_id, asked.caller
-    exchange.client = asked.client
     terms = EVERYBODY if door.api_keys.terms is None else door.api_keys.terms.get(asked.caller)
     if terms is None:
         return 401
-    exchange.terms = terms
+    exchange.terms, exchange.client = terms, terms.name or asked.client
     try:
-        reservation = door.client.reserve(asked.caller, asked.client, terms)
+        reservation = door.client.reserve(
+            asked.caller, exchange.client, terms, asked.key, is_new=False
+        )
     except RequestError as error:
         return error.status
     reservation.restored = Restored(asked.submits, [*writer.tokens])

@@ -74,6 +74,7 @@ class HashModel(Immediate):
     def run(self, plan: StepPlan) -> StepResult:
         self.last_rows.update((row.sequence, row.tokens) for row in plan.rows)
         self.progress += 1
+        self.clear(plan.clear)
         for row in plan.rows:
             states = self._states_before(row)
             for token in row.tokens:
