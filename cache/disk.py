@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import reduce
-from itertools import chain
 from pathlib import Path
 
 from cache.layout import CacheLayout
@@ -97,7 +96,7 @@ class DiskCache:
                         parts = self._parts(page)
                         os.preadv(file.fileno(), parts, header_bytes + place * self._page_bytes)
                         check = checks[place * CHECK_BYTES :][:CHECK_BYTES]
-                        is_whole = _checksum(parts) == check
+                        is_whole = _checksum(*parts) == check
         except OSError:
             return False
         if not is_whole:
@@ -124,11 +123,12 @@ class DiskCache:
             if path.exists() or DROPPED in pages:
                 return
             self.make_folder()  # Again, where it was deleted.
-            parts = [self._parts(page) for page in pages]
-            header = _header(block.link, b"".join(map(_checksum, parts)))
+            # A copy, as other threads may hold this one up at each call that reads a part.
+            contents = [b"".join(self._parts(page)) for page in pages]
+            header = _header(block.link, b"".join(map(_checksum, contents)))
             num_bytes = len(header) + len(pages) * self._page_bytes
             with new.open("wb", buffering=0) as file:
-                if os.writev(file.fileno(), [header, *chain(*parts)]) < num_bytes:
+                if os.writev(file.fileno(), [header, *contents]) < num_bytes:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             # Else what was written may be what another block computed into an evicted page.
             if block.pages == pages:
@@ -177,5 +177,5 @@ def _header(link: Link, checks: bytes) -> bytes:
     return fixed + zlib.crc32(fixed).to_bytes(CHECK_BYTES)
 
 
-def _checksum(parts: Iterable[memoryview]) -> bytes:
+def _checksum(*parts: bytes | memoryview) -> bytes:
     return reduce(lambda check, part: zlib.crc32(part, check), parts, 0).to_bytes(CHECK_BYTES)
