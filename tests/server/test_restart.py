@@ -113,6 +113,8 @@ class Reader(threading.Thread):
                 self.num_connections += 1
                 if response.status == 204:
                     return True
+                if response.status == 503 and not self.id:
+                    return False  # It was killed before it had the request; the next one loads.
                 assert response.status == 200, response.body()
                 self.id = response.header("x-stream-id") or self.id
                 for event in response.events():
