@@ -175,6 +175,8 @@ class PrefixCache:
         if len(lacking) <= self._allocator.num_available:
             taken = self._allocator.allocate(len(lacking))
             owned += taken
+            # In place, as the scheduler has the same list: what is read must not be cleared.
+            self.unknown[:] = set(self.unknown).difference(taken)
             wanted: dict[Block, list[int]] = {}
             for (block, place), page in zip(lacking, taken, strict=True):
                 wanted.setdefault(block, [DROPPED] * len(first_needed))[place] = page
@@ -189,8 +191,6 @@ class PrefixCache:
     def _fill(self, block: Block, pages: list[int]) -> None:
         """Adds to a block pages that were read; adds the block if it is not in the cache."""
         self.num_loaded += 1
-        # In place, as the scheduler has the same list: what was read must not be cleared.
-        self.unknown[:] = set(self.unknown).difference(pages)
         block.pages = [max(*both) for both in zip(block.pages, pages, strict=True)]
         for page in pages:
             if page != DROPPED:

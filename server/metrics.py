@@ -158,23 +158,7 @@ class Metrics:
         self.kv_cache_usage_ratio = self._gauge(
             "kv_cache_usage_ratio", "Fraction of KV cache pages held by open requests, from 0 to 1."
         )
-        self.preemptions = self._counter(
-            "preemptions",
-            "Preemptions of running sequences, for lack of KV cache pages or for another client's "
-            "share.",
-        )
-        self.prefix_cache_queries = self._counter(
-            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
-        )
-        self.prefix_cache_hits = self._counter(
-            "prefix_cache_hits", "Prompt tokens served from the prefix cache."
-        )
-        self.drafted_tokens = self._counter(
-            "spec_decode_num_draft_tokens", "Draft tokens proposed by speculative decoding."
-        )
-        self.accepted_tokens = self._counter(
-            "spec_decode_num_accepted_tokens", "Draft tokens accepted by speculative decoding."
-        )
+        self._declare_counts_of_engines()
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted requests.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self.engine_restarts = self._counter(
@@ -190,6 +174,32 @@ class Metrics:
         self._declare_latencies()
         self._declare_others()
         self._reached: dict[Counter, int] = {}
+        self.gauges = IDLE
+        """The latest report of the current engine."""
+        self.num_generated = 0
+        self.num_pages = 0
+
+    def _declare_counts_of_engines(self) -> None:
+        self.preemptions = self._counter(
+            "preemptions",
+            "Preemptions of running sequences, for lack of KV cache pages or for another client's "
+            "share.",
+        )
+        self.prefix_cache_queries = self._counter(
+            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
+        )
+        self.prefix_cache_hits = self._counter(
+            "prefix_cache_hits", "Prompt tokens served from the prefix cache."
+        )
+        self.prefix_cache_loads = self._counter(
+            "prefix_cache_loads", "Prompt tokens whose pages were read from cache.disk."
+        )
+        self.drafted_tokens = self._counter(
+            "spec_decode_num_draft_tokens", "Draft tokens proposed by speculative decoding."
+        )
+        self.accepted_tokens = self._counter(
+            "spec_decode_num_accepted_tokens", "Draft tokens accepted by speculative decoding."
+        )
         self._engine_totals = {
             self.preemptions: "preemptions",
             self.prefix_cache_queries: "queried_tokens",
@@ -199,16 +209,9 @@ class Metrics:
             self.accepted_tokens: "accepted_tokens",
         }
         """Counters that each engine counts from its own start -> the field of Gauges."""
-        self.num_generated = 0
-        self.num_pages = 0
 
     def _declare_others(self) -> None:
         """Metrics that belong to no request."""
-        self.gauges = IDLE
-        """The latest report of the current engine."""
-        self.prefix_cache_loads = self._counter(
-            "prefix_cache_loads", "Prompt tokens whose pages were read from cache.disk."
-        )
         self.ignored_fields = Counter(
             "onehead_ignored_fields",
             "Requests with an unknown field that was ignored, by its name; `other` above 64 names.",

@@ -51,7 +51,6 @@ def engine_options(settings: EngineSettings) -> EngineOptions:
     sizes of steps set where they are left to defaults.
     """
     engine, cache = settings.engine.model_dump(), settings.cache.model_dump()
-    disk = {"cache_disk": str(cache.pop("disk") or ""), "cache_disk_size": cache.pop("disk_size")}
     max_running, step_tokens = step_sizes(
         settings.engine.max_running, settings.engine.step_tokens, settings.engine.device
     )
@@ -59,13 +58,14 @@ def engine_options(settings: EngineSettings) -> EngineOptions:
     found = {
         "threads": engine_threads(settings.engine.threads),
         "max_context": settings.engine.max_context or 0,
+        "cache_disk": str(cache.pop("disk") or ""),
+        "cache_disk_size": cache.pop("disk_size"),
     }
     return EngineOptions(
         **engine
         | cache
         | found
         | sizes
-        | disk
         | {"dtype": settings.engine.dtype, "cache_dtype": settings.cache.dtype}
     )
 

@@ -15,7 +15,6 @@ from server.config import ServerSection
 from server.errors import ConfigurationError, EngineGaveUp, ResourceError
 from server.generation.admission import Admission, Reservation
 from server.generation.arrivals import Arrivals
-from server.generation.clients import EVERYBODY, Terms
 from server.generation.monitor import Monitor
 from server.generation.request import Choice, prompt_tokens
 from server.metrics import Metrics
@@ -40,6 +39,7 @@ class EngineClient:
         self.supervisor = supervisor
         self.metrics = metrics
         self.admission = Admission(supervisor, metrics, section, max_running)
+        self.reserve = self.admission.reserve
         self.arrivals = Arrivals()
         self.monitor = Monitor(supervisor, metrics, self.arrivals, lambda: self.status)
         self._ignored: set[str] = set()
@@ -87,17 +87,6 @@ class EngineClient:
     def draining(self) -> bool:
         """Whether the server is shutting down."""
         return self.admission.draining
-
-    def reserve(
-        self,
-        caller: str,
-        client: str = "",
-        terms: Terms = EVERYBODY,
-        key: bytes | None = None,
-        is_new: bool = True,
-    ) -> Reservation:
-        """As Admission.reserve."""
-        return self.admission.reserve(caller, client, terms, key, is_new)
 
     def submit(
         self,
