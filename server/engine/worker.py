@@ -554,7 +554,7 @@ def serve(
     try:
         logs.configure(start.log_level, start.log_format)
         device.use_threads(start.options.threads)
-        # Numbers are above all of an engine or a server before, so that a subscriber sees a gap,
+        # Numbers are above all of an engine or an earlier server, so that a subscriber sees a gap,
         # and not messages that it knows already.
         publisher = (
             KvPublisher(start.kv_events, time.time_ns()) if start.kv_events.address else None

@@ -59,7 +59,7 @@ class Reservation:
         self.reply_id, self.created = uuid.uuid4().hex, int(time.time())
         """The id and the time of a reply in OpenAI's dialect."""
         self.restored = Restored()
-        """Where a server before had the request: what it generated."""
+        """Where an earlier server had the request: what it generated."""
         self._admission = admission
         self._is_counted = True
         self.key = key

@@ -96,7 +96,7 @@ class EngineClient:
         deliver: Callable[[Choice, SequenceEvent], None],
     ) -> None:
         """Submits the sequences of a request, all or none, and sets their ids. `deliver` gets each
-        event, those of a server before first. Raises InvalidRequest, Overloaded or Unavailable.
+        event, those of an earlier server first. Raises InvalidRequest, Overloaded or Unavailable.
         """
         reservation.release()  # From here on the supervisor counts the submitted sequences.
         self.admission.check(

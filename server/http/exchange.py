@@ -77,7 +77,7 @@ class Exchange:
     body: bytes = b""
     """The body, once it has been read."""
     stream: object = None
-    """The StreamWriter of a stream that a server before began, where the request is that one's."""
+    """The StreamWriter of a stream of an earlier server, where the request is that one's."""
     outlives_response: bool = False
     """Whether a task of a resumable stream continues after the response, and calls `release`
     itself."""

@@ -94,7 +94,7 @@ class StreamBuffer:
         self.on_expire: Callable[[], object] = lambda: None
         """Called when the stream is no longer kept."""
         self.is_restored = False
-        """Whether a server before began it, whose last events this one may have to make again."""
+        """Whether an earlier server began it, whose last events this one may have to make again."""
         self.is_queued = False
         """Whether it has yet to go on; nobody is missed as its reader."""
         self.gap_event = b""
@@ -175,7 +175,7 @@ class StreamStore:
     ) -> StreamBuffer:
         """Creates a stream of `owner`. `stop` is called, at most once, with the reason for which
         the stream is cancelled. `client`: who shares the bounds with others; the owner by default.
-        `id`: that of a stream of a server before.
+        `id`: that of a stream of an earlier server.
         """
         buffer = StreamBuffer(id or self._new_id(), owner, stop, now, client or owner)
         buffer.is_restored = bool(id)

@@ -50,7 +50,7 @@ _GAP = GenerationFailed(
 
 class StreamWriter:
     """Writes the events of one request into a stream, and into its file if it has one. `id`: that
-    of a stream of a server before.
+    of a stream of an earlier server.
     """
 
     def __init__(self, store: StreamStore, caller: str, client: str, id: str = "") -> None:
@@ -62,7 +62,7 @@ class StreamWriter:
         self._error_event: ErrorEvent
         self._file: StreamFile | None = None
         self.tokens: list[tuple[int, protocol.Token]] = []
-        """Those of a server before, until its events have been made again."""
+        """Those of an earlier server, until its events have been made again."""
         self._num_repeated = 0
         """Events to come that are in the stream already."""
         self.buffer = store.open(caller, self._stop, time.monotonic(), client, id)
@@ -70,7 +70,7 @@ class StreamWriter:
     def restore(
         self, parts: Sequence[Part], error_event: ErrorEvent, last: bytes, file: StreamFile
     ) -> None:
-        """Writes again what a server before had written. Until the request is made again, nobody
+        """Writes again what an earlier server had written. Until the request is made again, nobody
         is missed as a reader. A stream with which several servers have begun to go on, and none got
         further, is not asked for again: it may be what ended them.
         """
@@ -118,7 +118,7 @@ class StreamWriter:
     def fail(self, reason: str) -> None:
         """Ends a stream that does not go on."""
         if not self.buffer.ended:
-            log.warning("a stream of a server before does not go on: %s", reason)
+            log.warning("a stream of an earlier server does not go on: %s", reason)
             text = f"the server was restarted, and the stream does not go on: {reason}"
             self._end(GenerationFailed(text, code="not_restored"))
 
@@ -200,7 +200,7 @@ class StreamPublisher:
         self._model = model
         self._journal = journal
         self._restored: list[tuple[Asked, StreamWriter]] = []
-        """Streams of a server before that have not ended."""
+        """Streams of an earlier server that have not ended."""
 
     def publish(
         self,
@@ -212,7 +212,7 @@ class StreamPublisher:
         last: bytes = b"",
     ) -> Response:
         """Writes the events of `source` into a stream as they come, and returns the first response
-        that reads it, or an empty one where a server before has begun it. `streams` is closed when
+        that reads it, or an empty one if an earlier server has begun it. `streams` is closed when
         the events end, in any way; `last` is the last event.
         """
         exchange = exchange_of(http)
@@ -261,7 +261,7 @@ class StreamPublisher:
         return self._journal.open(asked)
 
     def restore(self, door: FrontDoor) -> None:
-        """Opens the streams of a server before, so that their readers find them."""
+        """Opens the streams of an earlier server, so that their readers find them."""
         if self._journal is None:
             return
         for asked, parts, file in self._journal.read():
@@ -272,10 +272,10 @@ class StreamPublisher:
             if not writer.buffer.ended:
                 self._restored.append((asked, writer))
         if self._restored:
-            log.info("%d streams of a server before are to go on", len(self._restored))
+            log.info("%d streams of an earlier server are to go on", len(self._restored))
 
     async def go_on(self, door: FrontDoor) -> None:
-        """Asks again for what the streams of a server before were asked for, once the engine is
+        """Asks again for what the streams of an earlier server were asked for, once the engine is
         ready.
         """
         # While it drains they are left to the next server.

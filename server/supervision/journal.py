@@ -17,7 +17,7 @@ SequenceEvent = protocol.Token | protocol.PromptScores | protocol.Failed
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a server before was asked for in one request, and the tokens that it generated, each
+    """What an earlier server was asked for in one request, and the tokens that it generated, each
     with the index of its sequence, in the order in which they came.
     """
 
