@@ -96,9 +96,9 @@ async def test_the_access_line_and_the_admission_are_given_the_same_client(
 ) -> None:
     served = await make(tmp_path, trusted_proxies=trusted, api_keys=keys)
     reserved = []
-    reserve = served.client.admission.reserve
+    reserve = served.client.reserve
     monkeypatch.setattr(
-        served.client.admission, "reserve", lambda *given: reserved.append(given) or reserve(*given)
+        served.client, "reserve", lambda *given: reserved.append(given) or reserve(*given)
     )
     transport = httpx.ASGITransport(served.app, client=("10.0.0.1", 1))
     headers = {"authorization": "Bearer key", "x-forwarded-for": "2001:db8::7"}
