@@ -4,7 +4,7 @@ The process that makes a ledger and a pool forks engines; each finds both as the
 them. A block has a record, at its first page, from when its first token is computed; tokens are
 added to it as they are. Invariant: what a record says of a page's contents has been true since
 before it was written, and the page is marked otherwise before they change. A record that was torn
-by its writer's death fails its check; contents are checked by `is_whole`, before they are used. It
+by its writer's death fails its check; contents are checked by `are_whole`, before they are used. It
 knows nothing of sequences and tensors.
 """
 
@@ -41,12 +41,12 @@ class Recorded:
 
 
 class PageLedger:
-    """`is_whole` says whether the contents of a page are what was written there."""
+    """`are_whole` says of each page whether its contents are what was written there."""
 
     def __init__(
-        self, num_pages: int, layout: CacheLayout, is_whole: Callable[[int], bool]
+        self, num_pages: int, layout: CacheLayout, are_whole: Callable[[Sequence[int]], list[bool]]
     ) -> None:
-        self.is_whole = is_whole
+        self.are_whole = are_whole
         self._num_pages = num_pages
         places = [group.window for group in layout.stacks]
         self._head_place = places.index(None) if None in places else 0

@@ -102,11 +102,12 @@ class PrefixCache:
 
     def match(self, links: Sequence[Link]) -> list[Block]:
         """The blocks of the longest prefix of these links after which a sequence can continue."""
+        self._verify([self.blocks[link.name] for link in links if link.name in self.blocks])
         found: list[Block] = []
         most, gaps = 0, [-1] * len(self._layout.groups)
         for link in links:
             block = self.blocks.get(link.name)
-            if block is None or block.link.tokens != link.tokens or not self._is_whole(block):
+            if block is None or block.link.tokens != link.tokens:
                 break
             found.append(block)
             # The last block with an evicted page of a group: tokens that attend to it cannot be
@@ -199,14 +200,18 @@ class PrefixCache:
         if block.link.name not in self.blocks:
             self._add(block)
 
-    def _is_whole(self, block: Block) -> bool:
-        """Verifies the page checksums of an adopted block, once; retracts it if one differs."""
-        if not block.is_whole and self._ledger is not None:
-            pages = (page for page in block.pages if page != DROPPED)
-            block.is_whole = all(map(self._ledger.is_whole, pages))
+    def _verify(self, blocks: Sequence[Block]) -> None:
+        """Checks the pages of adopted blocks, once, all together; retracts blocks with others."""
+        adopted = [block for block in blocks if not block.is_whole]
+        held = [(page, block) for block in adopted for page in block.pages if page != DROPPED]
+        if self._ledger is None or not held:
+            return
+        whole = self._ledger.are_whole([page for page, _ in held])
+        wrong = {block for (_, block), is_whole in zip(held, whole, strict=True) if not is_whole}
+        for block in adopted:
+            block.is_whole = block not in wrong
             if not block.is_whole:
                 self.retract(block)
-        return block.is_whole
 
     def take_tail(self, before: bytes | str, tokens: Sequence[int]) -> tuple[list[int], int]:
         """Gives away the pages of an adopted block that holds these tokens or the first of them,
@@ -217,7 +222,9 @@ class PrefixCache:
         for block in self.tails.get(root, [])[:]:
             num_bytes = min(len(block.link.tokens), len(wanted))
             same = block.link.tokens[:num_bytes] == wanted[:num_bytes]
-            if num_bytes and same and self._is_whole(block):
+            if num_bytes and same:
+                self._verify([block])
+            if num_bytes and same and block.is_whole:
                 self._forget_tail(root, block)
                 self._allocator.share(block.pages)
                 for page in block.pages:

@@ -3,7 +3,7 @@
 Shape letters: T tokens of the step, H query heads, d columns of a head.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -28,9 +28,9 @@ class Backend(Protocol):
         ...
 
     @property
-    def is_whole(self) -> Callable[[int], bool] | None:
-        """Tells whether a page holds the numbers that were written to it. None where that is not
-        known.
+    def are_whole(self) -> Callable[[Sequence[int]], list[bool]] | None:
+        """Tells of each of these pages whether it holds the numbers that were written to it. None
+        where that is not known.
         """
         ...
 

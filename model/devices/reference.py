@@ -28,7 +28,7 @@ class ReferenceBackend:
 
     name: ClassVar = "reference"
     batch_invariant: ClassVar = False
-    is_whole: ClassVar = None
+    are_whole: ClassVar = None
 
     def plan(self, batch: Batch) -> tuple[GroupBatch, ...]:
         return group_batches(batch)

@@ -126,8 +126,8 @@ def _scheduler(
     drafter_for, ledger = None, None
     if start.options.speculation == "ngram":
         drafter_for = lambda sequence: Drafter(sequence.prompt)  # noqa: E731
-    if runner.backend.is_whole is not None:
-        ledger = PageLedger(limits.num_pages, limits.layout, runner.backend.is_whole)
+    if runner.backend.are_whole is not None:
+        ledger = PageLedger(limits.num_pages, limits.layout, runner.backend.are_whole)
     disk = _disk(start, runner, ready) if start.options.cache_disk else None
     return Scheduler(limits, drafter_for, ledger, disk)
 
@@ -533,7 +533,7 @@ def main() -> None:
     release_freed_memory()
     grammars = socket.socket(fileno=int(sys.argv[2]))
     # Where a page cannot be checked, what an engine leaves in it must not reach the next one.
-    if not start.forks or cast("ModelRunner", core.runner).backend.is_whole is None:
+    if not start.forks or cast("ModelRunner", core.runner).backend.are_whole is None:
         serve(pipe, start, core, ready, grammars)
         return
     control = socket.socket(fileno=int(sys.argv[3]))

@@ -148,7 +148,7 @@ def test_what_was_read_is_not_cleared_with_what_an_engine_left(tmp_path: Path, s
     the next engine does not know what they hold.
     """
     servers = Servers(tmp_path, seed, blocks_per_sequence=30)
-    ledger = PageLedger(servers.limits.num_pages, servers.layout, lambda page: True)
+    ledger = PageLedger(servers.limits.num_pages, servers.layout, lambda pages: [True] * len(pages))
     servers.serve([*range(8)])
     servers.disk.close()
     servers.start()

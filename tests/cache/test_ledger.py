@@ -25,7 +25,7 @@ class Writer:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.layout = LAYOUTS[seed % len(LAYOUTS)]
-        self.ledger = PageLedger(PAGES, self.layout, lambda page: True)
+        self.ledger = PageLedger(PAGES, self.layout, lambda pages: [True] * len(pages))
         self.blocks: list[tuple[bytes | str, list[int], list[int]]] = []
         """What is before, pages and tokens of each block, in order."""
         self.free = list(range(PAGES))
@@ -85,7 +85,7 @@ def test_what_was_recorded_is_found_in_its_order(seed: int) -> None:
 
 def test_pages_that_are_used_otherwise_are_left_out() -> None:
     layout = LAYOUTS[1]
-    ledger = PageLedger(9, layout, lambda page: True)
+    ledger = PageLedger(9, layout, lambda pages: [True] * len(pages))
     ledger.begin("", [0, 1, 2])
     ledger.append([0, 1, 2], [7])
     ledger.marks[0] = TAKEN

@@ -86,7 +86,7 @@ class World:
         self.pages: dict[Any, Any] = {}
         self.poisoned = Poisoned()
         self.ledger: PageLedger | None = PageLedger(
-            scenario.pages, scenario.layout, lambda page: True
+            scenario.pages, scenario.layout, lambda pages: [True] * len(pages)
         )
         self._fail_nth = fail_nth or FailNth()
         self._heap: list[tuple[float, int, Callback, Any]] = []

@@ -20,7 +20,7 @@ from model.layers import Rotation
 class ListedReference:
     """A ListedBackend."""
 
-    name, batch_invariant, is_whole = "listed", False, None
+    name, batch_invariant, are_whole = "listed", False, None
 
     def __init__(self, pool: KVPool, scale: float, num_heads: int) -> None:
         self.pool, self.scale = pool, scale

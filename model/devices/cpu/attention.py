@@ -11,6 +11,7 @@ page, N rows of the step.
 
 import ctypes
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -112,14 +113,22 @@ class NativeBackend:
         copy.num_heads = num_heads
         return copy, number
 
-    def is_whole(self, page: int) -> bool:
-        total = 0
-        for x in self.pool.stored:
-            for numbers in x[:, page]:
-                total += self.library.sum_numbers(
-                    numbers.data_ptr(), numbers.numel(), numbers.itemsize
-                )
-        return self.pool.sums_P is not None and total == int(self.pool.sums_P[page])
+    def are_whole(self, pages: Sequence[int]) -> list[bool]:
+        assert self.pool.sums_P is not None
+        pages_N = torch.tensor(pages)
+        sums_N = torch.zeros_like(pages_N)
+        for x_LPSd in self.pool.stored:
+            self.library.add_page_sums(
+                x_LPSd.data_ptr(),
+                x_LPSd.itemsize,
+                *x_LPSd.shape[:2],
+                x_LPSd[0, 0].numel(),
+                pages_N.data_ptr(),
+                len(pages),
+                sums_N.data_ptr(),
+                torch.get_num_threads(),
+            )
+        return (sums_N == self.pool.sums_P[pages_N]).tolist()
 
     def run(
         self,

@@ -54,7 +54,7 @@ class CpuBackend:
 
     name: ClassVar = "torch"
     batch_invariant: ClassVar = False
-    is_whole: ClassVar = None
+    are_whole: ClassVar = None
 
     def plan(self, batch: Batch) -> tuple[GroupPlan, ...]:
         return tuple(self._group(group) for group in group_batches(batch))

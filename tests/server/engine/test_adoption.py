@@ -31,7 +31,9 @@ class Engines:
         self.limits = Limits(num_pages, self.layout, 80, 6, self.rng.randint(6, 40))
         self.slots: dict[Any, Any] = {}
         # What was damaged holds nothing.
-        self.ledger = PageLedger(num_pages, self.layout, lambda page: (page, 0) in self.slots)
+        self.ledger = PageLedger(
+            num_pages, self.layout, lambda pages: [(page, 0) in self.slots for page in pages]
+        )
         self.prompts = [
             [self.rng.randrange(30) for _ in range(self.rng.randint(1, 30))] for _ in range(10)
         ]
@@ -123,7 +125,10 @@ def test_a_tail_behind_a_window_takes_no_more_pages_than_there_are() -> None:
         layout = CacheLayout.of(2, (None, rng.randint(1, 9)), 4)
         num_pages, step_tokens = rng.randint(4, 13), rng.randint(1, 9)
         limits = Limits(num_pages, layout, 60, 1, step_tokens)
-        ledger, slots = PageLedger(num_pages, layout, lambda page: True), dict[Any, Any]()
+        ledger, slots = (
+            PageLedger(num_pages, layout, lambda pages: [True] * len(pages)),
+            dict[Any, Any](),
+        )
         if limits.capacity < 4:
             continue
         prompt = [rng.randrange(9) for _ in range(rng.randint(2, limits.capacity - 1))]

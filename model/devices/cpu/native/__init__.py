@@ -24,12 +24,12 @@ FEATURES = {
     "portable": (),
 }
 """The processor features that each version needs, widest first."""
-INTERFACE = 11
+INTERFACE = 12
 """Version of the kernels' structs and functions, the same as in product.cpp."""
 NUMBER_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The kernels' NumberType of each dtype."""
 NUM_ARGUMENTS = {
-    "sum_numbers": 3,
+    "add_page_sums": 9,
     "attend": 2,
     "product": 2,
     "pack": 6,
@@ -75,7 +75,7 @@ def _load(path: str) -> ctypes.CDLL | None:
         log.warning("kernels cannot be used, and torch's operations take their place: %s", error)
         return None
     found.isa.restype = ctypes.c_char_p
-    for counts in (found.prepared_bytes, found.num_phases_computed, found.sum_numbers):
+    for counts in (found.prepared_bytes, found.num_phases_computed):
         counts.restype = ctypes.c_int64
     for name, count in NUM_ARGUMENTS.items():
         getattr(found, name).argtypes = [ctypes.c_int64] * count

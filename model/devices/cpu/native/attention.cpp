@@ -34,9 +34,18 @@ template <class Whole> static int64_t sum(const Whole *numbers, int64_t count) {
     return total;
 }
 
-// The sum of numbers of 4 or 2 bytes, their bits as whole numbers.
-extern "C" int64_t sum_numbers(const void *numbers, int64_t count, int64_t size) {
-    return size == 4 ? sum((const int32_t *)numbers, count) : sum((const int16_t *)numbers, count);
+// Adds to each sum that of a page's numbers in all layers, their bits as whole numbers. numbers [layers, pages of the pool, count], of 4 or 2
+// bytes.
+extern "C" void add_page_sums(const char *numbers, int64_t size, int64_t num_layers, int64_t num_pages, int64_t count, const int64_t *pages,
+                              int64_t num_sums, int64_t *sums, int64_t num_threads) {
+    compute_items(num_sums, num_threads, [=](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) {
+            for (int64_t layer = 0; layer < num_layers; layer++) {
+                const char *page = numbers + (layer * num_pages + pages[i]) * count * size;
+                sums[i] += size == 4 ? sum((const int32_t *)page, count) : sum((const int16_t *)page, count);
+            }
+        }
+    });
 }
 
 template <class Number> static void write(const Attention &attention, int64_t begin, int64_t end) {

@@ -55,7 +55,7 @@ class TritonBackend:
     on whether its row is a long chunk, and on the number of single tokens.
     """
 
-    is_whole = None
+    are_whole = None
 
     def __init__(
         self, pool: KVPool, scale: float, num_heads: int, sizes: Sizes, *, invariant: bool = False

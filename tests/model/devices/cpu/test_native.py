@@ -194,17 +194,17 @@ def test_the_sums_of_pages_are_kept_as_they_are_written(width: str, dtype: torch
         before = pool.keys_LPSd.clone()
         case.run(list(range(len(case.rows))), pool)
         assert not torch.equal(before, pool.keys_LPSd)
-        is_whole = create_backend("native", pool, 1.0, case.num_heads).is_whole
-        assert is_whole is not None and all(map(is_whole, everywhere))
+        are_whole = create_backend("native", pool, 1.0, case.num_heads).are_whole
+        assert are_whole is not None and all(are_whole(everywhere))
         for _ in range(50):
             page, x = case.rng.choice(everywhere), case.rng.choice(pool.stored)
             held = x[:, page].view(torch.uint8)
             place = tuple(case.rng.randrange(size) for size in held.shape)
             held[place] ^= (flip := case.rng.randrange(1, 256))
-            assert [each for each in everywhere if not is_whole(each)] == [page]
+            assert are_whole(everywhere) == [each != page for each in everywhere]
             held[place] ^= flip
         pool.clear(torch.tensor([2, 4]))
-        assert all(map(is_whole, everywhere)) and not pool.keys_LPSd[:, 2].any()
+        assert all(are_whole(everywhere)) and not pool.keys_LPSd[:, 2].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
