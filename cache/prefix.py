@@ -207,11 +207,11 @@ class PrefixCache:
         if self._ledger is None or not held:
             return
         whole = self._ledger.are_whole([page for page, _ in held])
-        wrong = {block for (_, block), is_whole in zip(held, whole, strict=True) if not is_whole}
-        for block in adopted:
-            block.is_whole = block not in wrong
-            if not block.is_whole:
+        for (_, block), is_whole in zip(held, whole, strict=True):
+            if not is_whole:
                 self.retract(block)
+        for block in adopted:
+            block.is_whole = True
 
     def take_tail(self, before: bytes | str, tokens: Sequence[int]) -> tuple[list[int], int]:
         """Gives away the pages of an adopted block that holds these tokens or the first of them,
@@ -224,7 +224,7 @@ class PrefixCache:
             same = block.link.tokens[:num_bytes] == wanted[:num_bytes]
             if num_bytes and same:
                 self._verify([block])
-            if num_bytes and same and block.is_whole:
+            if num_bytes and same and DROPPED not in block.pages:
                 self._forget_tail(root, block)
                 self._allocator.share(block.pages)
                 for page in block.pages:

@@ -21,7 +21,6 @@ from rich.filesize import decimal
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from model.spec import CheckpointError, OptionError
-from server.hub.checkpoint_trial import try_checkpoint
 from server.hub.tokenizer_file import tokenizer_path
 
 END = "<|endoftext|>"
@@ -229,7 +228,6 @@ def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     cannot be cached.
     """
     path = tokenizer_path(folder)
-    try_checkpoint(folder)
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # The library raises bare Exception.

@@ -6,16 +6,14 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from model.checkpoint.config import read_json
 from model.checkpoint.families import family_of
 from model.checkpoint.quantization_config import KEY
 from model.checkpoint.weights import Checkpoint, check_tensors
-from model.decoder import Decoder, meta_decoder
+from model.decoder import Decoder
 from model.devices.blocks import FORMATS, BlockFormat
-from model.devices.cpu.torch_blocks import BlockProducts
 from model.devices.replacement import Held
 from model.layers import Router
 from model.spec import CheckpointError, ModelSpec
@@ -100,13 +98,11 @@ def weight_bytes(
         )
         for form in ITEM_BYTES
     }
-    for kind in FORMATS:
-        quantized = meta_decoder(decoder.spec)
-        BlockProducts(kind).replace(quantized, torch.float32)
+    for kind, form in FORMATS.items():
         # Norms, biases and what is not quantized are in the server's dtype.
         counted[kind] = sum(
-            p.numel() * ITEM_BYTES[dtype] if p.dtype is torch.float32 else p.nbytes
-            for p in quantized.parameters()
+            len(p) * form.row_bytes(p.shape[1]) if p in matrices else p.numel() * ITEM_BYTES[dtype]
+            for p in decoder.parameters()
         )
     return counted
 

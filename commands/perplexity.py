@@ -24,7 +24,6 @@ from model.options import EngineOptions
 from model.runner.runner import ModelRunner
 from model.spec import CheckpointError, ModelSpec, OptionError
 from model.step import Row, Scoring, StepPlan
-from server.hub.checkpoint_trial import try_checkpoint
 from server.text.codec import TextCodec
 
 WINDOW = 1024
@@ -131,7 +130,6 @@ def read_codec(folder: Path, spec: ModelSpec) -> TextCodec:
     """The tokenizer of a checkpoint. Raises ConfigurationError where it cannot be loaded,
     CheckpointError where it has too many tokens.
     """
-    try_checkpoint(folder)
     codec = TextCodec(folder)
     if codec.largest_id >= spec.vocab_size:
         raise CheckpointError(

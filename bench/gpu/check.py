@@ -26,12 +26,13 @@ from cache.layout import CacheLayout, pages_for
 from cache.pool import KVPool
 from model.checkpoint.families import read_spec
 from model.decode import DecodeTable
-from model.devices.blocks import FORMATS, BlockFormat, dequantize
+from model.devices.blocks import FORMATS, BlockFormat
 from model.layers import Linear
 from model.runner.runner import ModelRunner
 from model.step import PENDING, Row, Sample, SampledToken, Sampling, StepPlan
 from tests.support.attention_cases import Case
 from tests.support.paths import EMBEDDED
+from tests.support.torch_blocks import dequantize
 
 SHAPES = (
     (16, 128, None),
@@ -169,7 +170,7 @@ def block_products(part: Part, form: BlockFormat) -> None:
             weight_OI = dequantize(form, blocks, inputs).to(place).double()
             x = torch.randn((SMALL_NUM_ROWS if part.small else NUM_ROWS)[-1], inputs)
             x = x.to(place, dtype)
-            worst: dict[str, float] = {"as served": 0.0, "fixed tile": 0.0}
+            worst = {"as served": 0.0, "fixed tile": 0.0}
             for kind in worst:
                 linear = Linear(inputs, outputs, dtype=dtype)
                 fixed = kind == "fixed tile"

@@ -17,7 +17,6 @@ from model.spec import OptionError
 
 BACKENDS = {
     "reference": "model.devices.reference:create",
-    "torch": "model.devices.cpu.torch_attention:create",
     "native": "model.devices.cpu.attention:create",
     "triton": "model.devices.gpu.attention:create_invariant",
     "triton-fast": "model.devices.gpu.attention:create",

@@ -9,11 +9,9 @@ and symmetric around 0: x = t * q.
 
 A product is y = sum over blocks of (dot * scale + minimum * sum(q of x)) * t. Dots within a block
 are integers and exact; blocks are added in order, in float32 without fused operations. So a row of
-y depends on that row of x alone, and the CPU's kernels (devices/cpu/native/blocks.cpp) give the
-bits of `product` here, which is the reference and what a machine without them runs.
+y depends on that row of x alone. The CPU's kernels (devices/cpu/native/blocks.cpp) compute this.
 
-Shape letters: T tokens, I input and O output columns, N rows of a matrix, B blocks of a row, k
-inputs of a block.
+Shape letters: I input columns, N rows of a matrix, B blocks of a row, k inputs of a block.
 """
 
 from collections.abc import Callable
@@ -39,16 +37,13 @@ class BlockFormat(NamedTuple):
     quantize: Callable[[Tensor], Tensor]
     """float matrix [N, I] -> uint8 [N, B * block_bytes]; inputs that are missing in the last block
     are 0."""
-    parts: Callable[[Tensor], tuple[Tensor, Tensor | None, Tensor]]
-    """uint8 [N, B * block_bytes] -> scale_NB and minimum_NB (None in int8) in float32, q_NBk as
-    int8."""
 
     def row_bytes(self, num_inputs: int) -> int:
         """Bytes of a row of so many inputs."""
         return -(-num_inputs // BLOCK) * self.block_bytes
 
 
-def _in_blocks(weight_NI: Tensor) -> Tensor:
+def in_blocks(weight_NI: Tensor) -> Tensor:
     weight_NBk: Tensor = F.pad(weight_NI.float(), (0, -weight_NI.shape[1] % BLOCK)).unflatten(
         1, (-1, BLOCK)
     )
@@ -62,7 +57,7 @@ def _joined(numbers_NBk: Tensor, *heads_NB: Tensor) -> Tensor:
 
 
 def _quantize_int8(weight_NI: Tensor) -> Tensor:
-    weight_NBk = _in_blocks(weight_NI)
+    weight_NBk = in_blocks(weight_NI)
     scale_NB = (weight_NBk.abs().amax(dim=-1) / LARGEST).half()
     numbers_NBk = (
         (weight_NBk / scale_NB.float().clamp_(min=TINY)[..., None])
@@ -72,13 +67,8 @@ def _quantize_int8(weight_NI: Tensor) -> Tensor:
     return _joined(numbers_NBk.to(torch.int8), scale_NB)
 
 
-def _int8_parts(rows: Tensor) -> tuple[Tensor, None, Tensor]:
-    blocks = rows.unflatten(1, (-1, INT8.block_bytes))
-    return _halves(blocks[..., :2]), None, blocks[..., 2:].view(torch.int8)
-
-
 def _quantize_int4(weight_NI: Tensor) -> Tensor:
-    weight_NBk = _in_blocks(weight_NI)
+    weight_NBk = in_blocks(weight_NI)
     count, num_blocks = weight_NBk.shape[:2]
     scale_n, minimum_n, numbers_kn = _round_int4(weight_NBk.reshape(-1, BLOCK).T)
     low_nj, high_nj = numbers_kn.T.chunk(2, dim=-1)
@@ -134,55 +124,6 @@ def _numbers(weight_kn: Tensor, scale_n: Tensor, minimum_n: Tensor) -> Tensor:
     return ((weight_kn - minimum_n) * inverse_n).round_().clamp_(0, LEVELS)
 
 
-def _int4_parts(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    blocks = rows.unflatten(1, (-1, INT4.block_bytes))
-    packed = blocks[..., 4:]
-    return (
-        _halves(blocks[..., :2]),
-        _halves(blocks[..., 2:4]),
-        torch.cat([packed & 15, packed >> 4], dim=-1).view(torch.int8),
-    )
-
-
-def _halves(pairs: Tensor) -> Tensor:
-    return pairs.contiguous().view(torch.float16)[..., 0].float()
-
-
-INT8 = BlockFormat("int8", 2 + BLOCK, _quantize_int8, _int8_parts)
-INT4 = BlockFormat("int4", 4 + BLOCK // 2, _quantize_int4, _int4_parts)
+INT8 = BlockFormat("int8", 2 + BLOCK, _quantize_int8)
+INT4 = BlockFormat("int4", 4 + BLOCK // 2, _quantize_int4)
 FORMATS = {"int8": INT8, "int4": INT4}
-
-
-def dequantize(form: BlockFormat, rows: Tensor, num_inputs: int) -> Tensor:
-    """uint8 [N, row bytes] -> the matrix that they stand for, [N, I] in float32."""
-    scale_NB, minimum_NB, numbers_NBk = form.parts(rows)
-    weight_NBk = numbers_NBk.float() * scale_NB[..., None]
-    weight_NBk = weight_NBk if minimum_NB is None else weight_NBk + minimum_NB[..., None]
-    return weight_NBk.flatten(1)[:, :num_inputs]
-
-
-def quantize_activations(x_TI: Tensor) -> tuple[Tensor, Tensor]:
-    """x -> (q_TBk as whole float32 numbers, t_TB). Where a block is not finite, t is NaN."""
-    x_TBk = _in_blocks(x_TI)
-    largest_TB = x_TBk.abs().amax(dim=-1)
-    is_finite_TB = largest_TB.isfinite()
-    scale_TB = torch.where(is_finite_TB, (largest_TB / LARGEST).clamp_(min=TINY), torch.nan)
-    numbers_TBk = (x_TBk * scale_TB.reciprocal()[..., None]).round_()
-    return torch.where(is_finite_TB[..., None], numbers_TBk, 0.0), scale_TB
-
-
-def product(form: BlockFormat, x_TI: Tensor, rows: Tensor) -> Tensor:
-    """x W^T in float32, of W as `form` stores its rows."""
-    x_TBk, x_scale_TB = quantize_activations(x_TI)
-    scale_OB, minimum_OB, numbers_OBk = form.parts(rows)
-    y_TO = torch.zeros(len(x_TI), len(rows))
-    for b, (x_Tk, x_scale_T) in enumerate(
-        zip(x_TBk.unbind(dim=1), x_scale_TB.unbind(dim=1), strict=True)
-    ):
-        # The sums of a block are whole numbers below 2^24, so that float32 holds them in whatever
-        # order they are added.
-        value_TO = (x_Tk @ numbers_OBk[:, b].float().T).mul_(scale_OB[:, b])
-        if minimum_OB is not None:
-            value_TO += x_Tk.sum(dim=-1, keepdim=True) * minimum_OB[:, b]
-        y_TO += value_TO.mul_(x_scale_T[:, None])
-    return y_TO

@@ -2,7 +2,7 @@
 other backend is tested against it.
 
 Shape letters: T tokens of the step, n tokens of a row, H query heads, d columns of a key, v of a
-value, K keys of a row.
+value, p pages of a row in one stack, K keys of a row.
 """
 
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from cache.layout import pages_for
 from cache.pool import KVPool
 from model.batch import Batch
-from model.devices.row_spans import GroupBatch, group_batches
 from model.layers import Rotation
 
 
@@ -30,12 +30,12 @@ class ReferenceBackend:
     batch_invariant: ClassVar = False
     are_whole: ClassVar = None
 
-    def plan(self, batch: Batch) -> tuple[GroupBatch, ...]:
-        return group_batches(batch)
+    def plan(self, batch: Batch) -> Batch:
+        return batch
 
     def run(
         self,
-        plan: tuple[GroupBatch, ...],
+        plan: Batch,
         layer: int,
         q_THd: Tensor,
         k_Td: Tensor,
@@ -44,26 +44,35 @@ class ReferenceBackend:
     ) -> Tensor:
         if rotation is not None:
             q_THd, k_Td = rotation.both(q_THd, k_Td)
-        place = self.pool.layout.places[layer]
-        group = plan[place.group]
-        self.pool.write(layer, group.slots_nT[place.stack], k_Td, v_Tv)
+        place, size = self.pool.layout.places[layer], self.pool.page_size
+        group = self.pool.layout.groups[place.group]
+        rows = [
+            (
+                slice(first, first + len(row.tokens)),
+                torch.arange(row.start, row.start + len(row.tokens)),
+                torch.tensor(row.pages[place.group][place.stack :: group.num_stacks]),
+            )
+            for row, first in zip(plan.rows, plan.firsts, strict=True)
+        ]
+        for span, position_n, pages_p in rows:
+            slots_n = pages_p[position_n // size] * size + position_n % size
+            self.pool.write(layer, slots_n.to(k_Td.device), k_Td[span], v_Tv[span])
         keys_PSd, values_PSv = self.pool.layer(layer)
         o_THv = q_THd.new_empty(*q_THd.shape[:-1], v_Tv.shape[-1])
-        for row in group.rows:
-            pages = row.pages[place.stack :: group.num_stacks]
-            k_Kd = keys_PSd[pages].flatten(0, 1)[: row.num_keys].float()
-            v_Kv = values_PSv[pages].flatten(0, 1)[: row.num_keys].float()
-            q_nHd = q_THd[row.first : row.first + row.num_tokens].float()
-            logits_nHK = torch.einsum("nhd,kd->nhk", q_nHd, k_Kd) * self.scale
-            age_nK = torch.arange(row.num_keys - row.num_tokens, row.num_keys)[
-                :, None
-            ] - torch.arange(row.num_keys)
-            hidden_nK = (age_nK < 0) | (age_nK >= (row.window or row.num_keys))
+        for span, position_n, pages_p in rows:
+            end = int(position_n[-1]) + 1
+            first_page = group.first_seen(int(position_n[0])) // size
+            pages_p = pages_p[first_page : pages_for(end, size)]
+            position_K = torch.arange(first_page * size, end)
+            k_Kd = keys_PSd[pages_p].flatten(0, 1)[: len(position_K)].float()
+            v_Kv = values_PSv[pages_p].flatten(0, 1)[: len(position_K)].float()
+            logits_nHK = torch.einsum("nhd,kd->nhk", q_THd[span].float(), k_Kd) * self.scale
+            age_nK = position_n[:, None] - position_K
+            hidden_nK = (age_nK < 0) | (age_nK >= (group.window or end))
             weights_nHK = logits_nHK.masked_fill(
                 hidden_nK[:, None, :].to(q_THd.device), -torch.inf
             ).softmax(dim=-1)
-            o_nHv = torch.einsum("nhk,kv->nhv", weights_nHK, v_Kv)
-            o_THv[row.first : row.first + row.num_tokens] = o_nHv.to(o_THv.dtype)
+            o_THv[span] = torch.einsum("nhk,kv->nhv", weights_nHK, v_Kv).to(o_THv.dtype)
         return o_THv
 
 

@@ -178,9 +178,7 @@ def _load_runner(
     from model.runner.runner import ModelRunner
 
     options = dataclasses.replace(start.options, max_context=max_context)
-    runner = ModelRunner.load(folder, spec, options, report)
-    _say_what_is_slow(start, runner.device.name)
-    return runner
+    return ModelRunner.load(folder, spec, options, report)
 
 
 def _sequences(limits: Limits, contexts: list[int]) -> list[tuple[int, int]]:
@@ -195,25 +193,6 @@ def _sequences(limits: Limits, contexts: list[int]) -> list[tuple[int, int]]:
         (context, limits.layout.sequences(limits.num_pages, context, limits.step_tokens))
         for context in lengths
     ]
-
-
-def _say_what_is_slow(start: protocol.Start, device: str) -> None:
-    """Warns of a cache in float8 on a CPU, which is supported only to show the answers that a GPU
-    would give; says which steps int8 and int4 make no faster on a GPU.
-    """
-    if device == "cpu" and start.options.cache_dtype == "fp8":
-        log.warning(
-            "cache.dtype fp8 on a CPU is slow, as torch converts what it reads; it shows the "
-            "answers of a GPU"
-        )
-    if device == "cuda" and start.options.quantization in ("int8", "int4"):
-        log.warning(
-            "%s on a GPU is dequantized as it is read: steps of more than 64 tokens, prompts "
-            "among them, are expected to be no faster than "
-            "without quantization%s (an estimate, not measured)",
-            start.options.quantization,
-            ", and with engine.deterministic slower" if start.options.deterministic else "",
-        )
 
 
 def _check_conversion(start: protocol.Start, folder: Path) -> None:

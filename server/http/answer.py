@@ -6,7 +6,7 @@ dialect's fields.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -24,6 +24,7 @@ from server.http.disconnect import unless_disconnected
 from server.http.exchange import exchange_of
 from server.http.pieces import JsonAnswers
 from server.http.streams import StreamPublisher
+from server.text.codec import TextCodec
 
 log = logging.getLogger("onehead.api")
 
@@ -72,6 +73,27 @@ class OutputToken(msgspec.Struct, gc=False):
     top: Iterable[tuple[int, float]] = ()
     text: str = ""
     special: bool = False
+
+
+def token_entries(
+    codec: TextCodec, tokens: Iterable[OutputToken], name: Callable[[int, str | None], str]
+) -> Iterator[dict[str, Any]]:
+    """The log-probabilities of tokens, and of the most likely ones at their positions, as OpenAI's
+    chat and those after it show them. `name`: a token's by its id, and its text where it stands if
+    that is known.
+    """
+
+    def entry(id: int, logprob: float | None, text: str | None) -> dict[str, Any]:
+        bytes = [*codec.token_bytes(id)]
+        return {"token": name(id, text), "logprob": logprob or 0.0, "bytes": bytes}
+
+    for token in tokens:
+        yield entry(token.id, token.logprob, token.text) | {
+            "top_logprobs": [
+                entry(id, logprob, token.text if id == token.id else None)
+                for id, logprob in token.top
+            ]
+        }
 
 
 @dataclass(slots=True)

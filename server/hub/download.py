@@ -21,7 +21,6 @@ from typing import TypeVar
 from model.spec import CheckpointError
 from server.config import EngineSettings
 from server.errors import ConfigurationError, OneheadError, ResourceError
-from server.hub.checkpoint_trial import try_checkpoint
 from server.hub.gguf_file import checkpoint_folder, gguf_names, listed, parts_of
 from server.hub.tokenizer_file import DESCRIPTIONS, VOCABULARIES, tokenizer_path
 
@@ -49,9 +48,8 @@ log = logging.getLogger("onehead")
 
 def resolved(settings: Settings, check: Check) -> Settings:
     """The settings with the model's folder, after its tokenizer.json has been found, or made of a
-    GGUF file, and been loaded in a child process. All that blocks, and so must come before the
-    event loop, which handles signals. Raises the errors of `resolve`, `tokenizer_path` and
-    `try_checkpoint`.
+    GGUF file. All that blocks, and so must come before the event loop, which handles signals.
+    Raises the errors of `resolve` and `tokenizer_path`.
     """
 
     def check_all(folder: Path) -> None:
@@ -62,7 +60,6 @@ def resolved(settings: Settings, check: Check) -> Settings:
 
     folder = resolve(settings.model, check=check_all)
     check_all(folder)
-    try_checkpoint(folder)
     # An engine that is started later, after a crash, must find the same folder: whatever the
     # working directory, and a link, is by then.
     return settings.found_in(folder.resolve())

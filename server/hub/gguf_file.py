@@ -2,23 +2,23 @@
 everything else sees a folder.
 
 The folder has links to the file or to all its parts, and the config.json and the tokenizer's files
-that a child process writes from its header. Invariant: its name covers the state of every part, so
-that another file under the same path gets another folder. It knows nothing of what a header holds,
-and reads no byte of a GGUF file.
+that are made of its header. Invariant: its name covers the state of every part, so that another
+file under the same path gets another folder. It knows nothing of what a header holds.
 """
 
 import hashlib
 import logging
 import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from model.checkpoint.gguf.folder import write
 from model.checkpoint.gguf.split import MAX_LISTED, SUFFIX, gguf_in, part_paths
 from server.config import cache_folder
 from server.errors import ConfigurationError, ResourceError
-from server.hub.conversion import HINT, new_folder, run
 
 GGUF_FILES = f"*{SUFFIX}"
-MODULE = "model.checkpoint.gguf.folder"
+HINT = "what is made of GGUF files is cached in XDG_CACHE_HOME, or in ~/.cache"
 CONVERSION = "2"
 """Part of the folder's name: to be raised with every change of what the conversion makes or
 refuses.
@@ -28,8 +28,8 @@ log = logging.getLogger("onehead")
 
 def checkpoint_folder(model: Path) -> Path:
     """The folder made of a GGUF file, or of a folder whose only weights are one; any other folder
-    as it is. Raises ConfigurationError for a file that cannot be used, CheckpointError for a folder
-    of several, and ResourceError if the folder cannot be cached.
+    as it is. Raises ConfigurationError for a file that cannot be read, CheckpointError for one that
+    cannot be used and a folder of several, and ResourceError if the folder cannot be cached.
     """
     try:
         file = _gguf_file(model)
@@ -91,16 +91,16 @@ def _digest(parts: list[Path]) -> str:
 
 def _make(parts: list[Path], folder: Path) -> None:
     """Makes the folder with links to the parts and what is written from their header, atomically.
-    Raises ConfigurationError, ResourceError or OSError.
+    Raises CheckpointError or OSError.
     """
     log.info("%s: reading its header", parts[0])
-    with new_folder(folder.parent.parent) as work:
-        made = work / "whole" / folder.name
+    folder.parent.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent.parent, ignore_cleanup_errors=True) as work:
+        made = Path(work, "whole", folder.name)
         made.mkdir(parents=True)
         for path in parts:
             (made / f"{path.name.removesuffix(SUFFIX)}{SUFFIX}").symlink_to(path.resolve())
-        if reason := run(MODULE, str(parts[0]), str(made)):
-            raise ConfigurationError(reason)
+        write(parts[0], made)
         try:
             made.parent.rename(folder.parent)
         except OSError:

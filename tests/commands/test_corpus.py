@@ -13,17 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from commands import corpus
 from commands.held_out import NO_TARGET, inputs_and_targets
 from model.spec import CheckpointError, OptionError
-from server.errors import ConfigurationError
 from tests.support.checkpoints import make_tokenizer
-
-
-def test_a_tokenizer_that_takes_too_much_is_not_loaded(tmp_path: Path) -> None:
-    tokenizer = json.loads(make_tokenizer().to_str()) | {
-        "normalizer": {"type": "Prepend", "prepend": "xy z" * 2**23}
-    }
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ConfigurationError, match=r"/tokenizer\.json: cannot be loaded within"):
-        corpus.read_tokenizer(tmp_path, 1000)
 
 
 def test_an_id_of_the_post_processor_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:

@@ -22,11 +22,11 @@ from commands.plan import make_plan
 from commands.train.twin import MultiHeadDecoder
 from model.checkpoint.families import read_spec
 from model.decoder import Decoder, meta_decoder
-from model.devices.cpu.torch_blocks import BlockProducts
 from model.options import EngineOptions
 from model.runner.runner import ModelRunner
 from model.spec import CheckpointError
 from tests.support.paths import MODELS
+from tests.support.torch_blocks import BlockProducts
 
 BIGCODE = {
     "model_type": "gpt_bigcode",

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.devices import find_device
-from model.devices.cpu.native import library
 from model.devices.device import philox_exponentials
 from model.sampling import Scores
 from model.step import Sample, SampledToken, SampleError, Sampling
@@ -29,9 +28,6 @@ def token_of(drawn: SampledToken | SampleError) -> int:
     return drawn.token
 
 
-@pytest.mark.skipif(
-    library() is None, reason="without the kernels, the normaliser's bits depend on the batch"
-)
 @pytest.mark.parametrize(
     "sampling", [Sampling(temperature=0.0), Sampling(top_p=0.9), Sampling(typical_p=0.7)]
 )

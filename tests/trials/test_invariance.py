@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from model.checkpoint.families import read_spec
-from model.devices.cpu import native
 from model.options import EngineOptions
 from model.runner.runner import ModelRunner
 from model.step import Sampling
@@ -35,10 +34,6 @@ COUNT, CONTEXT, PAGE = 20, 192, 16
 PASSES = "batch32", "steps16", "steps", "prefix", "preemption", "threads2x7"
 FAMILIES = [("gpt_bigcode", 2), ("falcon", 1), ("gemma", 0), ("gemma3_text", 1), ("deepseek_v3", 4)]
 """With heads that the kernels take: multiples of 16."""
-
-needs_kernels = pytest.mark.skipif(
-    native.library() is None, reason="no kernels were compiled: torch's products are not invariant"
-)
 
 
 def engine_of(folder: Path, quantization: str = "none", dtype: str = "auto") -> tuple[Engine, int]:
@@ -65,7 +60,6 @@ def test_every_case_can_be_sent() -> None:
         assert json.loads(json.dumps(body_of(case)))["prompt"] == case.prompt
 
 
-@needs_kernels
 @pytest.mark.parametrize(
     ("family", "number", "quantization"),
     [
@@ -109,7 +103,6 @@ def test_cases_are_of_every_kind() -> None:
     assert any(case.scored for case in cases) and any(case.num_top for case in cases)
 
 
-@needs_kernels
 def test_the_same_bits_with_weights_and_cache_of_16_bits(
     family_checkpoint: Callable[[str, int], FamilyCheckpoint],
 ) -> None:
@@ -125,7 +118,6 @@ def test_the_same_bits_with_weights_and_cache_of_16_bits(
         )
 
 
-@needs_kernels
 def test_a_difference_is_found(tiny_folder: Path) -> None:
     engine, vocab_size = engine_of(tiny_folder)
     cases = make_cases(3, vocab_size, CONTEXT, seed=0)
@@ -148,7 +140,7 @@ PROMPT = list(range(5, 45))
 
 @pytest.fixture(scope="module")
 def expected(tiny_checkpoint: TinyCheckpoint) -> list[int]:
-    """What this processor's kernels draw, or torch where there are none."""
+    """What this processor's kernels draw."""
     engine, _ = engine_of(tiny_checkpoint.folder)
     return [
         item[1] for item in finish(engine.core(1), 0, Case(PROMPT, 40, Sampling(temperature=0.0)))
@@ -157,13 +149,11 @@ def expected(tiny_checkpoint: TinyCheckpoint) -> list[int]:
 
 @pytest.mark.parametrize(
     ("flags", "name"),
-    [("avx2,fma,f16c", "native-avx2"), ("sse2", "native-portable"), ("none", "torch")],
+    [("avx2,fma,f16c", "native-avx2"), ("sse2", "native-portable")],
 )
 def test_an_engine_of_a_processor_with_fewer_features(
     flags: str, name: str, tiny_folder: Path, expected: list[int]
 ) -> None:
-    if native.library(name.removeprefix("native-") if "-" in name else "avx512") is None:
-        pytest.skip("no kernels were compiled, or none that this processor runs")
     server = ServerProcess(
         tiny_folder, "--cache.pages", "64", launcher=("tests.support.masked", flags)
     )
@@ -179,6 +169,5 @@ def test_an_engine_of_a_processor_with_fewer_features(
     _, log = server.process.communicate(timeout=60)
     assert status == 200 and answer["choices"][0]["token_ids"] == expected, answer
     assert answer["system_fingerprint"].endswith(f"-cpu-{name}"), answer["system_fingerprint"]
-    bits = "not batch-invariant" if name == "torch" else "batch-invariant"
-    assert f" on cpu, by {name}, {bits}; " in log, log
+    assert f" on cpu, by {name}, batch-invariant; " in log, log
     assert server.process.returncode == 0

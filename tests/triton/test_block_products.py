@@ -18,9 +18,8 @@ from commands.plan import make_plan
 from model.checkpoint.families import read_spec
 from model.checkpoint.weights import load_decoder
 from model.decoder import Decoder
-from model.devices.blocks import FORMATS, BlockFormat, dequantize
+from model.devices.blocks import FORMATS, BlockFormat
 from model.devices.cpu.device import CpuDevice
-from model.devices.cpu.torch_blocks import BlockMatrix, BlockProducts
 from model.devices.device import Device
 from model.devices.gpu.device import GpuDevice
 from model.layers import Embedding, Linear
@@ -35,6 +34,7 @@ from tests.model.test_decoder import GREEDY, finish
 from tests.support.checkpoints import SHAPES, make_checkpoint
 from tests.support.gguf_models import make_folder
 from tests.support.paths import ROOT
+from tests.support.torch_blocks import BlockMatrix, BlockProducts, dequantize
 from tests.triton.test_products import DTYPES, NEAR, near
 
 pytestmark = [

@@ -15,7 +15,6 @@ from cache.layout import CacheLayout
 from cache.pool import KVPool
 from model.checkpoint.families import read_spec
 from model.checkpoint.weights import load_decoder
-from model.devices.cpu import native
 from model.devices.cpu.device import CpuDevice
 from model.devices.gpu.device import GpuDevice
 from model.layers import RMSNorm
@@ -157,9 +156,6 @@ def check_bits(runner: ModelRunner) -> None:
 
 # With products that take a row's bits from the row alone.
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.skipif(
-    native.library() is None, reason="no kernels were compiled: torch's products are not invariant"
-)
 @pytest.mark.parametrize(("family", "number"), [("gemma3_text", 1), ("deepseek_v3", 4)])
 def test_the_same_bits_whole_in_chunks_and_in_company(
     family: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -60,13 +60,9 @@ class GroupPlan:
 
 
 def supports(pool: KVPool) -> bool:
-    """Whether there is a kernel for this processor and these pages."""
+    """Whether the kernels take these pages."""
     sizes = pool.page_size, pool.keys_LPSd.shape[-1], pool.values_LPSv.shape[-1]
-    return (
-        pool.keys_LPSd.dtype in NUMBER_TYPES
-        and all(size % MULTIPLE == 0 for size in sizes)
-        and library() is not None
-    )
+    return pool.keys_LPSd.dtype in NUMBER_TYPES and not any(size % MULTIPLE for size in sizes)
 
 
 class NativeBackend:
@@ -75,9 +71,8 @@ class NativeBackend:
     batch_invariant = True
 
     def __init__(self, pool: KVPool, scale: float) -> None:
-        found = library()
-        assert found is not None and supports(pool)
-        self.pool, self.library = pool, found
+        assert supports(pool)
+        self.pool, self.library = pool, library()
         key_dim, value_dim = pool.keys_LPSd.shape[-1], pool.values_LPSv.shape[-1]
         self._structs = []
         for layer, place in enumerate(pool.layout.places):

@@ -1,4 +1,4 @@
-"""The CPU as a Device: our native kernels where they were compiled, torch's operations elsewhere.
+"""The CPU as a Device: our native kernels, and torch's operations for pages that they do not take.
 
 Shape letters: S rows of logits, V vocabulary, F rows whose largest logits are wanted.
 """
@@ -9,16 +9,13 @@ from torch import Tensor
 from cache.pool import KVPool
 from model.decoder import Decoder
 from model.devices.backend import Backend
-from model.devices.blocks import FORMATS
 from model.devices.cpu.attention import NativeBackend, supports
 from model.devices.cpu.memory import free_and_total_bytes
 from model.devices.cpu.native import library
 from model.devices.cpu.products import NativeProducts
 from model.devices.cpu.program import Program
-from model.devices.cpu.torch_blocks import BlockProducts
 from model.devices.device import Device, Dtypes, Forward
 from model.devices.products import Products
-from model.spec import OptionError
 
 
 class CpuDevice(Device):
@@ -32,8 +29,7 @@ class CpuDevice(Device):
     overcommits = True
     invariant_backend = "native"
     invariant_backend_needs = (
-        "cache.dtype auto, cache.page_size and the columns of keys and values multiples of 16, "
-        "and kernels that were compiled when onehead was installed"
+        "cache.dtype auto, and cache.page_size and the columns of keys and values multiples of 16"
     )
 
     def use_threads(self, count: int) -> None:
@@ -41,29 +37,16 @@ class CpuDevice(Device):
             torch.set_num_threads(count)
 
     def backend_for(self, pool: KVPool, num_heads: int, deterministic: bool = False) -> str:
-        return "native" if supports(pool) else "torch"
+        return "native" if supports(pool) else "reference"
 
     def dtypes(self, option: str) -> Dtypes:
         """Arithmetic is in float32, whatever numbers are held in: narrower ones are widened in
-        registers, which only our kernels do.
+        registers.
         """
         _, held, cache = super().dtypes(option)
-        if library() is None:
-            if cache is not torch.float32:
-                raise OptionError(
-                    f"engine.dtype {option} on a CPU needs kernels that were compiled when "
-                    "onehead was installed, and there are none; take "
-                    "auto, which holds weights in float32 then"
-                )
-        elif option == "auto":
-            held = None
-        return Dtypes(torch.float32, held, cache)
+        return Dtypes(torch.float32, None if option == "auto" else held, cache)
 
     def products(self, dtypes: Dtypes, quantization: str, deterministic: bool) -> Products:
-        if library() is None:
-            return (
-                BlockProducts(quantization) if quantization in FORMATS else Products(quantization)
-            )
         return NativeProducts(quantization, dtypes.matrices)
 
     def forward(self, decoder: Decoder, backend: Backend) -> Forward:
@@ -76,19 +59,15 @@ class CpuDevice(Device):
         return super().forward(decoder, backend)
 
     def num_parts_run(self) -> int:
-        kernels = library()
-        return 0 if kernels is None else int(kernels.num_phases_computed())
+        return int(library().num_phases_computed())
 
     def memory(self) -> tuple[int, int]:
         return free_and_total_bytes()
 
     def summary(self, logits_SV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        kernels = library()
-        if kernels is None:
-            return super().summary(logits_SV)
         logits_SV = logits_SV.contiguous()
         normaliser_S, largest_S = logits_SV.new_empty(2, len(logits_SV))
         tokens_S = torch.empty(len(logits_SV), dtype=torch.long)
         addresses = (x.data_ptr() for x in (logits_SV, normaliser_S, largest_S, tokens_S))
-        kernels.summarise_logits(*addresses, *logits_SV.shape, torch.get_num_threads())
+        library().summarise_logits(*addresses, *logits_SV.shape, torch.get_num_threads())
         return normaliser_S, largest_S, tokens_S

@@ -58,12 +58,6 @@ NO_NORM = Norm()
 _memory = HugePages()
 
 
-def _kernels() -> ctypes.CDLL:
-    found = library()
-    assert found is not None
-    return found
-
-
 class PackedNorm(NormReplacement):
     """Replaces a LayerNorm or RMSNorm of rows, in float32."""
 
@@ -86,7 +80,7 @@ class PackedNorm(NormReplacement):
         rows_TD = rows_TD if rows_TD.stride(-1) == 1 else rows_TD.contiguous()
         y_TD = torch.empty_like(rows_TD, memory_format=torch.contiguous_format)
         norm, sizes = self.struct, (rows_TD.stride(0), *rows_TD.shape)
-        _kernels().normalise_rows(
+        library().normalise_rows(
             rows_TD.data_ptr(),
             y_TD.data_ptr(),
             *sizes,
@@ -103,7 +97,7 @@ class PackedMatrix(RowMatrix):
 
     def __init__(self, num_rows: int, num_columns: int, held: Held | None) -> None:
         super().__init__(torch.empty(0))
-        self._library, self._held = _kernels(), held
+        self._library, self._held = library(), held
         self.shape = num_rows, num_columns
         self._hold(held or torch.float32)
 
@@ -318,7 +312,7 @@ class NativeProducts(Products):
     batch_invariant = True
 
     def __init__(self, quantization: str, held: torch.dtype | None = None) -> None:
-        super().__init__(quantization, name_of(_kernels()))
+        super().__init__(quantization, name_of(library()))
         self._held = FORMATS.get(quantization, held)
         self.keeps_blocks = quantization == "auto" and held is None
 

@@ -11,7 +11,7 @@ from server.generation.generation import Generation
 from server.generation.request import Request
 from server.generation.stream import OpenStreams, Piece
 from server.http import sse
-from server.http.answer import Output, OutputToken, Reply
+from server.http.answer import Output, OutputToken, Reply, token_entries
 from server.http.ollama.fields import ChatBody, GenerateBody
 from server.http.openai.chat import ChatReply
 from server.http.openai.completions import CompletionReply
@@ -128,16 +128,8 @@ class OllamaReply(Reply):
     def _logprobs(self, tokens: Sequence[OutputToken]) -> dict[str, Any]:
         if not self.body.logprobs:
             return {}
-        rows = [
-            self._entry(token.id, token.logprob)
-            | {"top_logprobs": [self._entry(*top) for top in token.top]}
-            for token in tokens
-        ]
+        rows = [*token_entries(self.codec, tokens, lambda id, _: self.codec.token_text(id))]
         return {"logprobs": rows} if rows else {}
-
-    def _entry(self, id: int, logprob: float | None) -> dict[str, Any]:
-        text, data = self.codec.token_text(id), self.codec.token_bytes(id)
-        return {"token": text, "logprob": logprob, "bytes": list(data)}
 
     def _ending(self) -> dict[str, Any]:
         choice = self.output.choice

@@ -11,7 +11,7 @@ from server.generation.admission import Reservation
 from server.generation.generation import Generation
 from server.generation.request import Request, with_choices
 from server.generation.stream import OpenStreams, Piece
-from server.http.answer import Output, OutputToken
+from server.http.answer import Output, OutputToken, token_entries
 from server.http.openai.chat_fields import ChatBody
 from server.http.openai.replies import OpenAIReply
 from server.text.jobs import EncodeChat
@@ -189,25 +189,7 @@ class ChatReply(OpenAIReply):
     def _logprobs(self, tokens: Sequence[OutputToken]) -> dict[str, Any] | None:
         if self.body.num_top is None:
             return None
-        return {
-            "content": (
-                self._entry(token.id, token.logprob, token.text)
-                | {
-                    "top_logprobs": [
-                        self._entry(id, logprob, token.text if id == token.id else None)
-                        for id, logprob in token.top
-                    ]
-                }
-                for token in tokens
-            )
-        }
-
-    def _entry(self, id: int, logprob: float | None, text: str | None = None) -> dict[str, Any]:
-        return {
-            "token": self.token_name(id, text),
-            "logprob": logprob,
-            "bytes": list(self.codec.token_bytes(id)),
-        }
+        return {"content": token_entries(self.codec, tokens, self.token_name)}
 
 
 def _is_whole(arguments: str) -> bool:

@@ -9,7 +9,7 @@ from server.generation.admission import Reservation
 from server.generation.generation import Generation
 from server.generation.stream import OpenStreams, Piece
 from server.http import sse
-from server.http.answer import Output, OutputToken, Reply
+from server.http.answer import Output, OutputToken, Reply, token_entries
 from server.http.openai.chat import ChatReply
 from server.http.openai.chat_fields import ChatBody
 from server.http.parts import Change, Part, Parts
@@ -181,16 +181,8 @@ class ResponsesReply(Reply):
         if self.num_top is None:
             return []
         tokens = chain.from_iterable(self.tokens.get(index, []) if added is None else added)
-        return [
-            self._entry(token.id, token.logprob)
-            | {"top_logprobs": [self._entry(*top) for top in [*token.top][: self.num_top]]}
-            for token in tokens
-            if not token.special
-        ]
-
-    def _entry(self, id: int, logprob: float | None) -> dict[str, Any]:
-        text, data = self.codec.token_text(id), self.codec.token_bytes(id)
-        return {"token": text, "logprob": logprob or 0.0, "bytes": [*data]}
+        shown = (token for token in tokens if not token.special)
+        return [*token_entries(self.codec, shown, lambda id, _: self.codec.token_text(id))]
 
     def _response(self, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
         choice, num_tokens = self.output.choice, len(self.output.tokens)

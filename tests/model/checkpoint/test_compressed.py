@@ -18,11 +18,11 @@ from model.checkpoint.names import Part
 from model.checkpoint.saving import save_decoder
 from model.checkpoint.weights import Checkpoint, load_decoder
 from model.decoder import Decoder
-from model.devices.cpu.torch_blocks import BlockMatrix, BlockProducts
 from model.devices.products import Products
 from model.spec import CheckpointError
-from tests.model.devices.cpu.test_dtypes import computed, make_runner, needs_kernels
+from tests.model.devices.cpu.test_dtypes import computed, make_runner
 from tests.support.compressed_folders import CONFIG, TABLE, described, make_compressed
+from tests.support.torch_blocks import BlockMatrix, BlockProducts
 
 CPU = torch.device("cpu")
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -88,7 +88,6 @@ def test_blocks_hold_the_numbers_of_the_file(
     assert (logits[0] - logits[1]).norm() < 0.05 * logits[1].norm()
 
 
-@needs_kernels
 def test_kernels_compute_a_request_alone_as_among_others_and_the_plan_counts_the_bytes(
     folders: tuple[Path, Path],
 ) -> None:

@@ -15,7 +15,6 @@ import torch
 from commands.held_out import decoder_logits
 from model.checkpoint.families import read_spec, spec_of
 from model.checkpoint.weights import load_decoder
-from model.devices.cpu.torch_blocks import BlockProducts
 from model.devices.products import Products
 from model.options import EngineOptions
 from model.runner.runner import ModelRunner
@@ -32,6 +31,7 @@ from tests.model.test_decoder import (
 )
 from tests.support.families import CONFIGS, FamilyCheckpoint
 from tests.support.processes import ServerProcess
+from tests.support.torch_blocks import BlockProducts
 
 ALL = [(family, number) for family, configs in CONFIGS.items() for number in range(len(configs))]
 PROMPT = "def f(x): "
@@ -86,7 +86,7 @@ def test_logits_whole_chunked_and_decoded(checkpoint: FamilyCheckpoint) -> None:
     decoder = load(checkpoint.folder)
     ids = random_ids(checkpoint, 110)
     expected = checkpoint.oracle(torch.tensor([ids])).logits[0]
-    for backend in ("reference", "torch", "native"):
+    for backend in ("reference", "native"):
         for chunks, page_size in (
             ([110], 16),
             ([1] * 110, 16),

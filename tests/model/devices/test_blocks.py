@@ -6,19 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from model.devices.blocks import (
-    BLOCK,
-    CLIPPING,
-    INT4,
-    INT8,
-    LEVELS,
-    BlockFormat,
+from model.devices.blocks import BLOCK, CLIPPING, INT4, INT8, LEVELS, BlockFormat
+from model.layers import Embedding
+from tests.support.torch_blocks import (
+    BlockEmbedding,
+    BlockLinear,
     dequantize,
     product,
     quantize_activations,
 )
-from model.devices.cpu.torch_blocks import BlockEmbedding, BlockLinear
-from model.layers import Embedding
 
 BOTH = [pytest.param(form, id=form.name) for form in (INT8, INT4)]
 

@@ -10,13 +10,10 @@ from rich.progress import Progress
 
 from commands.perplexity import measure
 from model.checkpoint.families import read_spec
-from model.checkpoint.weights import load_decoder
-from model.devices.cpu.native import library
-from model.devices.cpu.torch_blocks import BlockMatrix, BlockProducts
 from model.options import EngineOptions
 from model.runner.runner import ModelRunner
 from model.step import Row, Sample, SampledToken, SampleError, Sampling, StepPlan
-from tests.support.checkpoints import SHAPES, known_ids, make_checkpoint
+from tests.support.checkpoints import SHAPES, make_checkpoint
 from tests.support.paths import EMBEDDED
 
 CPU = torch.device("cpu")
@@ -68,27 +65,3 @@ def test_perplexity(kind: str, cost: float) -> None:
         forms = {"float32": ("float32", "none"), kind: ("float32", kind)}
         perplexity = measure(EMBEDDED, read_spec(EMBEDDED), "cpu", forms, None, progress).perplexity
     assert abs(perplexity[kind] / perplexity["float32"] - 1) < cost
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_float_copy_stays(dtype: torch.dtype) -> None:
-    decoder = load_decoder(EMBEDDED, read_spec(EMBEDDED), dtype, CPU, BlockProducts("int4"))
-    assert {p.dtype for p in decoder.parameters() if p.ndim == 2} == {torch.uint8}
-
-
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_torch_and_the_kernels_say_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if library() is None:
-        pytest.skip("no kernels were compiled")
-    ids = known_ids()
-    plan = StepPlan(
-        (Row(0, ids, 0, [array("q", range(20))], Sample(Sampling(temperature=0.0), ids, [])),)
-    )
-    (native,) = make_runner(EMBEDDED, kind).run(plan).drawn
-    monkeypatch.setattr("model.devices.cpu.device.library", lambda: None)
-    runner = make_runner(EMBEDDED, kind)
-    (by_torch,) = runner.run(plan).drawn
-    assert isinstance(runner.decoder.token_embedding, BlockMatrix) and not runner.deterministic
-    assert isinstance(native, SampledToken) and isinstance(by_torch, SampledToken)
-    # Norms differ in their last bits.
-    assert native.token == by_torch.token and abs(native.logprob - by_torch.logprob) < 0.02

@@ -17,7 +17,6 @@ from model.checkpoint.families import read_spec
 from model.checkpoint.weights import load_decoder
 from model.decode import NO_SAMPLE, DecodeTable
 from model.devices import find_device
-from model.devices.cpu.torch_blocks import BlockProducts
 from model.devices.gpu.attention.configurations import Sizes, choose_decode
 from model.devices.gpu.attention.plan import FEW_TOKENS
 from model.runner.cuda_graphs import captured_sizes
@@ -32,6 +31,7 @@ from tests.support.delayed import _copy
 from tests.support.integrity import integrity
 from tests.support.listed_backend import ListedReference
 from tests.support.recording_stream import RecordingStream
+from tests.support.torch_blocks import BlockProducts
 
 PAGE = 16
 MAX_CONTEXT = 200

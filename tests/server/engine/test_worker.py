@@ -1,7 +1,6 @@
 """The engine's message loop, in a thread, over a real pipe, with the hash model."""
 
 import logging
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ from typing import Any, cast
 import pytest
 
 from model.devices.device import Device
-from model.options import EngineOptions
 from model.spec import OptionError
 from model.step import StepPlan, StepResult
 from server import logs, protocol
@@ -20,7 +18,7 @@ from server.engine import worker
 from server.engine.core import EngineCore
 from server.engine.masks import MaskProcesses
 from server.engine.scheduler import Limits, Scheduler
-from server.engine.worker import Worker, _check_files, _say_what_is_slow, load_report
+from server.engine.worker import Worker, _check_files, load_report
 from tests.server.test_logs import Terminal
 from tests.support.guesser import Guesser
 from tests.support.hash_model import HashModel, next_token, one_group, oracle
@@ -261,48 +259,6 @@ def test_loading_is_told_to_the_api_process_and_in_bytes_to_a_terminal(
         "loading weights, 15000000 bytes",
         "loading weights",
     ]
-
-
-@pytest.mark.parametrize(
-    ("device", "quantization", "cache_dtype", "deterministic", "said"),
-    [
-        (
-            "cuda",
-            "int4",
-            "auto",
-            False,
-            "int4 on a GPU is dequantized as it is read: steps of more than 64 tokens.*without "
-            "quantization \\(an estimate",
-        ),
-        (
-            "cuda",
-            "int8",
-            "auto",
-            True,
-            "without quantization, and with engine.deterministic slower",
-        ),
-        ("cpu", "none", "fp8", False, "cache.dtype fp8 on a CPU is slow"),
-        ("cuda", "none", "fp8", False, None),
-        ("cpu", "int4", "auto", False, None),
-        ("cuda", "none", "auto", False, None),
-    ],
-)
-def test_what_is_slow_is_said(
-    device: str,
-    quantization: str,
-    cache_dtype: str,
-    deterministic: bool,
-    said: str | None,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    sizes = 1, 16, 20, None, 320, 4, 64
-    options = EngineOptions(
-        device, "auto", *sizes, quantization, deterministic, cache_dtype=cache_dtype
-    )
-    with caplog.at_level(logging.WARNING):
-        _say_what_is_slow(protocol.Start(0, "", "", options, 1.0, "info", "text"), device)
-    assert len(caplog.records) == (said is not None)
-    assert said is None or re.search(said, caplog.text)
 
 
 def test_more_sequences_than_files_are_refused_with_the_bound(

@@ -298,12 +298,11 @@ def test_the_tokenizer_is_found_before_there_is_an_event_loop(
 ) -> None:
     asked: list[object] = []
     monkeypatch.setattr(hub, "tokenizer_path", asked.append)
-    monkeypatch.setattr(hub, "try_checkpoint", asked.append)
     assert (
         hub.resolved(load(EngineSettings, ["--model", str(tmp_path)], "x"), asked.append).model
         == tmp_path
     )
-    assert asked == [tmp_path, tmp_path, tmp_path]  # The check, the tokenizer, then the trial.
+    assert asked == [tmp_path, tmp_path]  # The check, then the tokenizer.
     asked.clear()
     monkeypatch.setattr(
         hub.Repository, "fetch", lambda _, files: [asked.append(files), tmp_path][1]

@@ -17,11 +17,12 @@ from safetensors.numpy import load_file
 
 from commands import cli
 from model.checkpoint.families import read_spec
+from model.checkpoint.gguf.header import GGUFFile
 from model.checkpoint.gguf.tokenizer import CONTROL, NORMAL
 from model.checkpoint.weights import load_decoder
 from model.spec import CheckpointError
-from server.errors import ConfigurationError, OneheadError, ResourceError
-from server.hub import download
+from server.errors import OneheadError, ResourceError
+from server.hub import download, gguf_file
 from server.hub.gguf_file import checkpoint_folder
 from server.text.codec import TextCodec
 from tests.model.checkpoint.test_files import POINTER
@@ -148,12 +149,10 @@ def test_a_file_is_served_as_the_folder_it_was_made_of(
 def test_the_folder_is_made_once_of_each_state_of_the_file(
     file: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs, run = [], subprocess.run
-    monkeypatch.setattr(
-        subprocess, "run", lambda *args, **more: runs.append(args) or run(*args, **more)
-    )
+    read, opened = GGUFFile.open, []
+    monkeypatch.setattr(GGUFFile, "open", lambda path: opened.append(path) or read(path))
     folder = checkpoint_folder(file)
-    assert len(runs) == 1  # The header is parsed once for all that is made of it.
+    assert len(opened) == 1  # The header is parsed once for all that is made of it.
     assert (
         folder.parent.parent == cache
         and folder.name == "tiny-f32"
@@ -164,7 +163,7 @@ def test_the_folder_is_made_once_of_each_state_of_the_file(
     assert (folder / "tiny-f32.gguf").resolve() == file
     assert TextCodec(folder).encode("<|endoftext|>") == [0]
     assert not [left for left in cache.rglob("tmp*")]
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("converted again"))
+    monkeypatch.setattr(gguf_file, "write", lambda *_: pytest.fail("converted again"))
     # The file, its folder, a link to it, and the folder that was made of it.
     (tmp_path / "link").symlink_to(file.parent)
     for model in (file, file.parent, folder):
@@ -268,7 +267,7 @@ def test_a_tokenizer_that_is_not_supported_is_refused_by_its_key(
     path = tmp_path / "pre.gguf"
     write_tiny(merging_folder, path, {"tokenizer.ggml.pre": "unknown"})
     with pytest.raises(
-        ConfigurationError, match=rf"^{path}: tokenizer\.ggml\.pre must be one of default, "
+        CheckpointError, match=rf"^{path}: tokenizer\.ggml\.pre must be one of default, "
     ):
         checkpoint_folder(path)
 
@@ -279,7 +278,8 @@ def test_a_cache_that_cannot_be_written_is_a_resource(
     (tmp_path / "no folder").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no folder"))
     with pytest.raises(
-        ResourceError, match=r"Not a directory; converted files are cached in XDG_CACHE_HOME"
+        ResourceError,
+        match=r"Not a directory; what is made of GGUF files is cached in XDG_",
     ):
         checkpoint_folder(file)
 

@@ -2,8 +2,8 @@
 and for any processor.
 
 They are called through ctypes on addresses of tensors, and have threads of their own (pool.cpp).
-Invariant: `library` returns the widest version that this processor supports, or None if none was
-compiled; torch is used then. It knows nothing of models.
+Invariant: `library` returns the widest version that this processor supports. It knows nothing of
+models.
 """
 
 import ctypes
@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from model.devices.blocks import FORMATS
+from model.spec import OptionError
 
 log = logging.getLogger("onehead.engine")
 
@@ -48,8 +49,8 @@ NUM_ARGUMENTS |= {
 
 
 @cache
-def library(widest: str = "avx512") -> ctypes.CDLL | None:
-    """The widest version of the kernels up to `widest`."""
+def library(widest: str = "avx512") -> ctypes.CDLL:
+    """The widest version of the kernels up to `widest`. Raises OptionError if there is none."""
     names = list(FEATURES)
     flags = _processor_flags()
     for name in names[names.index(widest) :]:
@@ -58,21 +59,21 @@ def library(widest: str = "avx512") -> ctypes.CDLL | None:
             found = _load(spec.origin)
             if found is not None:
                 return found
-    return None
+    raise OptionError(
+        "a CPU needs onehead's kernels, and there are none for this processor in "
+        f"{Path(__file__).parent}: install onehead again where there is a C++ compiler (g++ or "
+        "clang++), which makes them"
+    )
 
 
 def _load(path: str) -> ctypes.CDLL | None:
     try:
         found = ctypes.CDLL(path)
         if found.interface() != INTERFACE:
-            log.warning(
-                "%s was compiled from another version; install onehead again (torch's operations "
-                "take its place)",
-                path,
-            )
+            log.warning("%s was compiled from another version; install onehead again", path)
             return None
     except (OSError, AttributeError) as error:
-        log.warning("kernels cannot be used, and torch's operations take their place: %s", error)
+        log.warning("kernels cannot be used: %s", error)
         return None
     found.isa.restype = ctypes.c_char_p
     for counts in (found.prepared_bytes, found.num_phases_computed):

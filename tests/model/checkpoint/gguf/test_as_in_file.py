@@ -15,9 +15,7 @@ from model.checkpoint.families import read_spec
 from model.checkpoint.gguf.repack import repack, repacks
 from model.checkpoint.names import Part
 from model.checkpoint.weights import Checkpoint
-from model.devices import blocks
 from model.devices.blocks import BlockFormat
-from model.devices.cpu import native
 from model.devices.device import Device
 from model.options import EngineOptions
 from model.runner.runner import ModelRunner
@@ -25,8 +23,8 @@ from tests.model.checkpoint.gguf.test_loading import LLAMA, convert
 from tests.model.devices.cpu.test_program import NUM_PAGES, ragged, states
 from tests.support.families import CONFIGS
 from tests.support.gguf_models import make_folder
+from tests.support.torch_blocks import product
 
-needs_kernels = pytest.mark.skipif(native.library() is None, reason="no kernels were compiled")
 FULL = LLAMA | {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -68,7 +66,6 @@ def held(matrix: Any) -> torch.Tensor:
     )
 
 
-@needs_kernels
 def test_each_part_of_a_matrix_is_held_as_in_the_file(tmp_path: Path) -> None:
     folder = make_gguf(tmp_path, FULL, kinds=MIXED)
     decoder, checkpoint = load(folder).decoder, Checkpoint(folder)
@@ -106,7 +103,6 @@ def test_each_part_of_a_matrix_is_held_as_in_the_file(tmp_path: Path) -> None:
     assert decoder.block_forms == {"int4": 2 * 4, "int8": 2 * 2 + 2}
 
 
-@needs_kernels
 @pytest.mark.parametrize(
     ("family", "kinds"),
     [("llama", MIXED), ("gemma", {"attn_v": "Q6_K"}), ("santacoder", {"attn_qkv": "Q5_K"})],
@@ -133,7 +129,6 @@ def test_a_program_and_the_modules_give_the_same_bits(
             assert torch.equal(found, expected)
 
 
-@needs_kernels
 @pytest.mark.parametrize("num_tokens", [1, 5])
 def test_a_product_in_parts_is_that_of_each_part(num_tokens: int, tmp_path: Path) -> None:
     folder = make_gguf(tmp_path, FULL, kinds=MIXED)
@@ -144,7 +139,7 @@ def test_a_product_in_parts_is_that_of_each_part(num_tokens: int, tmp_path: Path
 
     def expected(name: str) -> torch.Tensor:
         form, rows = blocks_of(checkpoint, Part(f"model.layers.0.{name}.weight"))
-        return blocks.product(form, (qkv if "attn" in name else up).norm(x_TD), rows)
+        return product(form, (qkv if "attn" in name else up).norm(x_TD), rows)
 
     q, k, v = (expected(f"self_attn.{name}_proj") for name in "qkv")
     assert torch.equal(qkv(x_TD), torch.cat([q, k, v], dim=-1) + qkv.bias)
@@ -161,7 +156,6 @@ def blocks_of(checkpoint: Checkpoint, part: Part) -> tuple[BlockFormat, torch.Te
     return form, form.quantize(checkpoint.read(part))
 
 
-@needs_kernels
 @pytest.mark.parametrize(
     ("dtype", "quantization", "form"),
     [
@@ -181,20 +175,6 @@ def test_what_is_asked_for_is_what_is_held(
         assert qkv.weight.dtype == (torch.bfloat16 if dtype == "bfloat16" else torch.float32)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "F16"])
-def test_without_kernels_and_for_safetensors_weights_are_floats(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = make_gguf(tmp_path, FULL, kind)
-    assert not load(tmp_path / "source").decoder.block_forms
-    for module in ("device", "attention"):
-        monkeypatch.setattr(f"model.devices.cpu.{module}.library", lambda: None)
-    decoder = load(folder).decoder
-    assert decoder.products == "torch" and not decoder.block_forms
-    assert decoder.token_embedding.weight.dtype == torch.float32
-
-
-@needs_kernels
 def test_the_plan_says_what_is_held(tmp_path: Path) -> None:
     folder = make_gguf(tmp_path, FULL, kinds=MIXED)
     plan = make_plan(PlanOptions(model=folder, memory=10**9, device="cpu"))

@@ -19,10 +19,10 @@ from model.checkpoint.identity import ModelFiles
 from model.checkpoint.names import Part
 from model.checkpoint.weights import Checkpoint, load_decoder
 from model.decoder import Decoder
-from model.devices.cpu.torch_blocks import BlockProducts
 from model.spec import CheckpointError
 from tests.support.families import CONFIGS
 from tests.support.gguf_models import make_folder, write_gguf
+from tests.support.torch_blocks import BlockProducts
 
 CPU = torch.device("cpu")
 CONVERTIBLE = [

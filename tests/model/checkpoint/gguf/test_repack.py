@@ -13,12 +13,12 @@ from model.checkpoint.gguf.repack import REPACKED, repack, repacks
 from model.checkpoint.gguf.types import BY_NAME
 from model.checkpoint.names import Part
 from model.checkpoint.weights import Checkpoint, load_decoder
-from model.devices import blocks
 from model.devices.blocks import FORMATS
-from model.devices.cpu.torch_blocks import BlockMatrix, BlockProducts
 from model.spec import CheckpointError
 from tests.model.checkpoint.gguf.test_loading import LLAMA, convert
+from tests.support import torch_blocks
 from tests.support.gguf_models import SCALES, make_folder
+from tests.support.torch_blocks import BlockMatrix, BlockProducts
 
 
 def some_rows(kind: str, scale: float) -> torch.Tensor:
@@ -36,7 +36,7 @@ def test_numbers_are_those_of_the_file(kind: str, form: str) -> None:
     data = some_rows(kind, 0.01)
     expected = torch.empty(40, 2 * BY_NAME[kind].block_elements)
     dequantize(kind, data, expected)
-    found = blocks.dequantize(FORMATS[form], repack(kind, form, data), expected.shape[1])
+    found = torch_blocks.dequantize(FORMATS[form], repack(kind, form, data), expected.shape[1])
     if kind == "Q4_K":
         assert 0 < (found - expected).abs().max() < 2**-11 * 0.01 * 63 * 16
     else:

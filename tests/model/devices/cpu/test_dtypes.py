@@ -14,18 +14,13 @@ from safetensors.torch import load_file, save_file
 from commands.options import PlanOptions
 from commands.plan import make_plan
 from model.checkpoint.families import read_spec
-from model.devices.cpu import native
 from model.options import EngineOptions
 from model.runner.runner import ModelRunner
-from model.spec import CheckpointError, OptionError
+from model.spec import CheckpointError
 from model.step import Row, Sample, Sampling, Scoring, StepPlan, StepResult
 from tests.support.checkpoints import SHAPES, make_checkpoint, store_as
 from tests.support.families import make_family_checkpoint
 
-needs_kernels = pytest.mark.skipif(
-    native.library() is None,
-    reason="no kernels were compiled: weights are widened when they are read",
-)
 HALVES = [torch.bfloat16, torch.float16]
 FAMILIES = [("gpt_bigcode", 2), ("gemma3_text", 1), ("deepseek_v3", 4)]
 """With tied tables, gates, experts and their routers, and matrices for each head."""
@@ -65,7 +60,6 @@ def computed(runner: ModelRunner, most: int = 3) -> StepResult:
     return runner.run(StepPlan(tuple(rows)))
 
 
-@needs_kernels
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(("family", "number"), FAMILIES)
 def test_stored_weights_give_the_bits_of_float32_in_half_the_bytes(
@@ -86,7 +80,6 @@ def test_stored_weights_give_the_bits_of_float32_in_half_the_bytes(
     assert (planned.dtype, planned.kv_dtype) == (str(dtype).removeprefix("torch."), "float32")
 
 
-@needs_kernels
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_option_rounds_weights_and_the_cache(dtype: str, tmp_path: Path) -> None:
     folder = make_folder("gemma3_text", 1, tmp_path, torch.float32)
@@ -107,7 +100,6 @@ def test_the_option_rounds_weights_and_the_cache(dtype: str, tmp_path: Path) -> 
     assert planned.weight_bytes[dtype] == runner.weight_bytes and planned.kv_dtype == dtype
 
 
-@needs_kernels
 def test_int8_of_stored_weights_is_int8_of_them_in_float32(tmp_path: Path) -> None:
     folder = make_folder("deepseek_v3", 4, tmp_path, torch.bfloat16)
     stored, widened = make_runner(folder, "auto", "int8"), make_runner(folder, "float32", "int8")
@@ -115,7 +107,6 @@ def test_int8_of_stored_weights_is_int8_of_them_in_float32(tmp_path: Path) -> No
     assert stored.dtype is widened.dtype is torch.float32
 
 
-@needs_kernels
 def test_parts_of_a_matrix_stored_in_different_dtypes_are_widened(tmp_path: Path) -> None:
     folder = make_folder("gemma3_text", 1, tmp_path, torch.bfloat16)
     tensors = load_file(folder / "model.safetensors")
@@ -135,7 +126,6 @@ def test_parts_of_a_matrix_stored_in_different_dtypes_are_widened(tmp_path: Path
     }
 
 
-@needs_kernels
 def test_numbers_beyond_the_range_of_float16_are_refused(tmp_path: Path) -> None:
     folder = make_folder("gpt_bigcode", 2, tmp_path, torch.bfloat16)
     tensors = load_file(folder / "model.safetensors")
@@ -148,23 +138,3 @@ def test_numbers_beyond_the_range_of_float16_are_refused(tmp_path: Path) -> None
         r"engine\.dtype",
     ):
         make_runner(folder, "float16")
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_without_kernels_16_bits_are_widened_or_refused(
-    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("model.devices.cpu.device.library", lambda: None)
-    monkeypatch.setattr("model.devices.cpu.attention.library", lambda: None)
-    folder = make_folder("gpt_bigcode", 2, tmp_path, getattr(torch, dtype))
-    runner = make_runner(folder, "auto")
-    assert runner.dtype is torch.float32 and runner.kernels == "torch"
-    assert (
-        make_plan(PlanOptions(model=folder, memory=10**9, device="cpu")).weight_bytes["float32"]
-        == runner.weight_bytes
-    )
-    with pytest.raises(
-        OptionError,
-        match=f"engine.dtype {dtype} on a CPU needs kernels that were compiled .* take auto",
-    ):
-        make_runner(folder, dtype)

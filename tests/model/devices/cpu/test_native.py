@@ -20,16 +20,15 @@ from cache.table import PageTable
 from model.batch import build_batch
 from model.devices import create_backend, find_device
 from model.devices.cpu import native
+from model.spec import OptionError
 from model.step import Row, StepPlan
 from tests.support.paths import ROOT
 
 CPU = torch.device("cpu")
-WIDTHS = [width for width in native.FEATURES if native.library(width) is not None]
+WIDTHS = list(native.FEATURES)
 
 
-@pytest.fixture(
-    params=WIDTHS or [pytest.param("", marks=pytest.mark.skip(reason="no kernels were compiled"))]
-)
+@pytest.fixture(params=WIDTHS)
 def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The kernels of one width, in place of this processor's widest."""
     chosen = native.library(request.param)
@@ -260,6 +259,12 @@ def test_every_number_of_heads_and_width_of_keys_at_length(width: str, num_heads
         )
 
 
+def test_a_cpu_without_kernels_is_told_how_to_make_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "find_spec", lambda name: None)
+    with pytest.raises(OptionError, match=r"none for this processor in .*: .* C\+\+ compiler"):
+        native.library.__wrapped__()
+
+
 @pytest.mark.slow
 def test_it_installs_without_a_compiler(tmp_path: Path) -> None:
     for name in ("commands", "server", "model", "cache", "pyproject.toml", "README.md", "LICENSE"):
@@ -285,11 +290,12 @@ def test_it_installs_without_a_compiler(tmp_path: Path) -> None:
         str(tmp_path / "source"),
     ]
     subprocess.run(pip, check=True, env=os.environ | {"CC": "false", "CXX": "false"})
-    program = "from model.devices.cpu import native; print(native.__file__, native.library())"
+    program = "from model.devices.cpu import native; print(native.__file__); native.library()"
     found = subprocess.run(
-        [sys.executable, "-c", program], cwd=installed, check=True, capture_output=True, text=True
-    ).stdout
-    assert found == f"{installed}/model/devices/cpu/native/__init__.py None\n"
+        [sys.executable, "-c", program], cwd=installed, capture_output=True, text=True
+    )
+    assert found.stdout == f"{installed}/model/devices/cpu/native/__init__.py\n"
+    assert "OptionError: a CPU needs onehead's kernels" in found.stderr
 
 
 @torch.inference_mode()

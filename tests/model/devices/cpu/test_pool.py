@@ -9,10 +9,7 @@ import sys
 
 import pytest
 
-from model.devices.cpu import native
 from tests.support.paths import ROOT
-
-pytestmark = pytest.mark.skipif(native.library() is None, reason="no kernels were compiled")
 
 BEGINNING = """
 import os, resource, sys, time

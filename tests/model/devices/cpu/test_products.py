@@ -9,17 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from model.devices.blocks import INT4, INT8, BlockFormat, dequantize, product
+from model.devices.blocks import INT4, INT8, BlockFormat
 from model.devices.cpu import native
 from model.devices.cpu.device import CpuDevice
 from model.devices.cpu.products import PackedEmbedding, PackedLinear
 from model.layers import ACTIVATIONS, Embedding
 from tests.model.devices.cpu.test_native import WIDTHS
+from tests.support.torch_blocks import dequantize, parts, product
 
 
-@pytest.fixture(
-    params=WIDTHS or [pytest.param("", marks=pytest.mark.skip(reason="no kernels were compiled"))]
-)
+@pytest.fixture(params=WIDTHS)
 def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The kernels of one width, in place of this processor's widest."""
     chosen = native.library(request.param)
@@ -148,7 +147,7 @@ def test_a_block_that_is_not_finite_has_no_finite_scale(width: str, form: BlockF
     expected = torch.ones(6, 3, dtype=torch.bool)
     expected[:4, 1] = False
     for blocks in (quantized(width, form, weight_NI), form.quantize(weight_NI)):
-        assert torch.equal(form.parts(blocks)[0].isfinite(), expected)
+        assert torch.equal(parts(form, blocks)[0].isfinite(), expected)
 
 
 @pytest.mark.parametrize("form", BLOCKS)

@@ -15,7 +15,6 @@ import torch
 
 from model.batch import build_batch
 from model.checkpoint.families import read_spec
-from model.devices.cpu import native
 from model.devices.cpu.attention import Attention as AttentionStruct
 from model.devices.cpu.program import KEPT_TOKENS, Program
 from model.devices.cpu.recording import ATTEND, PRODUCT, Activation, Buffer, Recorder
@@ -26,7 +25,6 @@ from model.step import Row, StepPlan
 from tests.support.checkpoints import SHAPES, make_checkpoint
 from tests.support.families import CONFIGS, make_family_checkpoint
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="no kernels were compiled")
 FORMS = [("auto", "none"), ("bfloat16", "none"), ("float16", "int8"), ("auto", "int4")]
 NOT_RECORDED = {"deepseek_v2", "deepseek_v3", "minicpm3"}
 CASES = [("gpt_bigcode", number) for number in range(len(SHAPES))]
