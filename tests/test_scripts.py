@@ -6,10 +6,12 @@ import os
 import pty
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from scripts.build_wheels import AS_CLANG, EXTENSIONS, FLAGS_OF_OTHERS
 from server.config import Section, ServeSettings
 from tests.support.paths import ROOT
 
@@ -179,3 +181,18 @@ def test_every_option_passes_and_a_misspelt_one_is_told_before_set_up(tree: Path
             done = run(serve, *arguments)
             told = f"scripts/serve: {theirs}: no such option; here it is {ours}\n"
             assert (done.returncode, done.stderr) == (2, told)
+
+
+def test_a_wheel_has_the_project_file_without_extensions_and_its_own_kernels() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    whole, project = tomllib.loads(text), tomllib.loads(EXTENSIONS.sub("", text))
+    kernels = whole["tool"]["setuptools"].pop("ext-modules")
+    assert project == whole and 'model = ["pretrained/*"]' in text
+    for architecture, names in (("x86_64", {"avx512", "avx2"}), ("aarch64", {"dotprod"})):
+        own = [
+            kernel["name"].rpartition("_")[2]
+            for kernel in kernels
+            if FLAGS_OF_OTHERS[architecture].isdisjoint(x[:6] for x in kernel["extra-compile-args"])
+        ]
+        assert set(own) == names | {"portable"}
+    assert AS_CLANG.keys() <= {flag for kernel in kernels for flag in kernel["extra-compile-args"]}

@@ -29,7 +29,7 @@ WRONG: tuple[bytes, ...] = (
     http_request("POST", "/generate", {"inputs": "x", "parameters": {"temprature": 1}}),
     http_request("POST", "/generate_stream", {"inputs": ""}),
     http_request("POST", "/generate", {"inputs": "def f(" * 20_000}),
-    http_request("POST", "/v1/completions", {"prompt": "x", "max_tokens": -1}),
+    http_request("POST", "/v1/completions", {"prompt": "x", "max_tokens": -2}),
     http_request("POST", "/v1/completions", {"prompt": "x", "model": "nobody"}),
     http_request("POST", "/v1/completions", {"prompt": "x", "temperature": float("nan")}),
     http_request("POST", "/v1/completions", {"prompt": "x", "resumable": True}),

@@ -1,5 +1,5 @@
-"""The native CPU kernels, compiled when onehead is installed: the same source for AVX-512, for AVX2
-and for any processor.
+"""The native CPU kernels, compiled when onehead is installed: the same source for AVX-512, AVX2,
+NEON with and without dot products, and for any processor.
 
 They are called through ctypes on addresses of tensors, and have threads of their own (pool.cpp).
 Invariant: `library` returns the widest version that this processor supports. It knows nothing of
@@ -22,9 +22,10 @@ log = logging.getLogger("onehead.engine")
 FEATURES = {
     "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"),
     "avx2": ("avx2", "fma", "f16c"),
+    "dotprod": ("asimddp",),
     "portable": (),
 }
-"""The processor features that each version needs, widest first."""
+"""The processor features that each version needs, the fastest first; on Arm `portable` is NEON."""
 INTERFACE = 12
 """Version of the kernels' structs and functions, the same as in product.cpp."""
 NUMBER_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -89,7 +90,10 @@ def _processor_flags() -> set[str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return set()
-    return set(next((line.split(":")[1] for line in lines if line.startswith("flags")), "").split())
+    named = (line.partition(":") for line in lines)
+    return set(
+        next((of for name, _, of in named if name.strip() in ("flags", "Features")), "").split()
+    )
 
 
 def name_of(kernels: ctypes.CDLL) -> str:

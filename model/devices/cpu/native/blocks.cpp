@@ -17,19 +17,22 @@ struct Int8 {
 #if defined(__AVX512VNNI__)
     static constexpr int GROUP = 4, OFFSET = 128;  // vpdpbusd takes weights without a sign.
     using Number = int8_t;                         // Of x.
+#elif defined(__aarch64__)
+    static constexpr int GROUP = 4, OFFSET = 0;
+    using Number = int8_t;
 #else
     static constexpr int GROUP = 2, OFFSET = 0;  // Pairs of products of bytes do not fit into 16 bits: both are widened to 16 first.
     using Number = int16_t;
 #endif
     static constexpr int HEAD = 2 * PANEL, BYTES = HEAD + BLOCK * PANEL, ROW_BYTES = 2 + BLOCK;
-    static constexpr int TILE = LANES == 16 ? 7 : LANES == 8 ? 6 : 2;  // As many rows as registers can hold the sums of.
+    static constexpr int TILE = BLOCK_ROWS;
     static constexpr bool HAS_MINIMUM = false;
     using Correction = int32_t;
     static Correction correction(int32_t sum) { return -OFFSET * sum; }
 };
 
 struct Int4 {
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(__aarch64__)
     static constexpr int GROUP = 4, OFFSET = 0;
     using Number = int8_t;
 #else
@@ -37,7 +40,7 @@ struct Int4 {
     using Number = int16_t;
 #endif
     static constexpr int HEAD = 4 * PANEL, BYTES = HEAD + BLOCK / 2 * PANEL, ROW_BYTES = 4 + BLOCK / 2;
-    static constexpr int TILE = LANES == 16 ? 7 : LANES == 8 ? 6 : 2;
+    static constexpr int TILE = BLOCK_ROWS;
     static constexpr bool HAS_MINIMUM = true;
     using Correction = float;
     static Correction correction(int32_t sum) { return float(sum); }
@@ -101,6 +104,24 @@ template <class Format> INLINE void accumulate(Integers &sum, const Integers &we
 template <class Format> INLINE Vector floats(Integers sum) {
     return _mm256_cvtepi32_ps(Format::GROUP == 4 ? _mm256_madd_epi16(sum, _mm256_set1_epi16(1)) : sum);
 }
+#elif defined(__aarch64__)
+#define SUMS_IN_REGISTERS
+using Integers = int32x4_t;
+INLINE Integers repeated(const char *x) { return vdupq_n_s32(number_at<int32_t>(x)); }
+INLINE Integers numbers_at(const char *weights) { return vld1q_s32((const int32_t *)weights); }
+INLINE Integers bytes_at(const char *weights) { return vld1q_s32((const int32_t *)weights); }
+INLINE Integers low(Integers both) { return vandq_s32(both, vreinterpretq_s32_s8(vdupq_n_s8(15))); }
+INLINE Integers high(Integers both) { return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(both), 4)); }
+template <class Format> INLINE void accumulate(Integers &sum, const Integers &weights, const Integers &value) {
+    const int8x16_t w = vreinterpretq_s8_s32(weights), x = vreinterpretq_s8_s32(value);
+#if defined(__ARM_FEATURE_DOTPROD)
+    sum = vdotq_s32(sum, w, x);
+#else
+    // Two products of bytes fit into 16 bits together: x is at least -127.
+    sum = vpadalq_s16(sum, vpaddq_s16(vmull_s8(vget_low_s8(w), vget_low_s8(x)), vmull_high_s8(w, x)));
+#endif
+}
+template <class Format> INLINE Vector floats(Integers sum) { return vcvtq_f32_s32(sum); }
 #endif
 
 #ifdef SUMS_IN_REGISTERS

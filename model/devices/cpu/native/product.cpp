@@ -8,7 +8,7 @@
 
 #include "product.h"
 
-constexpr int ROWS = LANES == 16 ? 14 : LANES == 8 ? 6 : 3;
+constexpr int ROWS = PRODUCT_ROWS;
 constexpr int64_t UNIT = sizeof(float);
 
 extern "C" int64_t panel() { return PANEL; }

@@ -62,7 +62,7 @@ inline int16_t whole(Float16 x) { return int16_t(x.bits); }
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #define ISA "avx512"
-constexpr int LANES = 16, TILE_ROWS = 6, TILE_VECTORS = 4;
+constexpr int LANES = 16, TILE_ROWS = 6, TILE_VECTORS = 4, PRODUCT_ROWS = 14, BLOCK_ROWS = 7;
 using Vector = __m512;
 inline Vector load(const float *p) { return _mm512_loadu_ps(p); }
 inline Vector load(const Bfloat16 *p) {
@@ -85,7 +85,7 @@ inline Vector of_integers(const int32_t *p) { return _mm512_cvtepi32_ps(_mm512_l
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include <immintrin.h>
 #define ISA "avx2"
-constexpr int LANES = 8, TILE_ROWS = 3, TILE_VECTORS = 4;
+constexpr int LANES = 8, TILE_ROWS = 3, TILE_VECTORS = 4, PRODUCT_ROWS = 6, BLOCK_ROWS = 6;
 using Vector = __m256;
 inline Vector load(const float *p) { return _mm256_loadu_ps(p); }
 inline Vector load(const Bfloat16 *p) {
@@ -108,9 +108,38 @@ inline Vector times_two_to(Vector a, Vector n) {
     return _mm256_mul_ps(a, _mm256_castsi256_ps(exponent));
 }
 inline Vector of_integers(const int32_t *p) { return _mm256_cvtepi32_ps(_mm256_loadu_si256((const __m256i *)p)); }
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#if defined(__ARM_FEATURE_DOTPROD)
+#define ISA "dotprod"
+#else
+#define ISA "neon"
+#endif
+constexpr int LANES = 4, TILE_ROWS = 6, TILE_VECTORS = 4, PRODUCT_ROWS = 14, BLOCK_ROWS = 7;
+using Vector = float32x4_t;
+inline Vector load(const float *p) { return vld1q_f32(p); }
+inline Vector load(const Bfloat16 *p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16((const uint16_t *)p), 16)); }
+inline Vector load(const Float16 *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *)p))); }
+inline void store(float *p, Vector v) { vst1q_f32(p, v); }
+inline Vector all(float x) { return vdupq_n_f32(x); }
+inline Vector fma(Vector a, Vector b, Vector c) { return vfmaq_f32(c, a, b); }
+inline Vector add(Vector a, Vector b) { return vaddq_f32(a, b); }
+inline Vector sub(Vector a, Vector b) { return vsubq_f32(a, b); }
+inline Vector mul(Vector a, Vector b) { return vmulq_f32(a, b); }
+inline Vector div(Vector a, Vector b) { return vdivq_f32(a, b); }
+// As the others: b where one is not a number.
+inline Vector max(Vector a, Vector b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
+inline Vector min(Vector a, Vector b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
+inline Vector with_sign_of(Vector a, Vector b) { return vbslq_f32(vdupq_n_u32(0x80000000), b, a); }
+inline Vector round_even(Vector a) { return vrndnq_f32(a); }
+inline Vector times_two_to(Vector a, Vector n) {
+    int32x4_t exponent = vshlq_n_s32(vaddq_s32(vcvtnq_s32_f32(n), vdupq_n_s32(127)), 23);
+    return vmulq_f32(a, vreinterpretq_f32_s32(exponent));
+}
+inline Vector of_integers(const int32_t *p) { return vcvtq_f32_s32(vld1q_s32(p)); }
 #else
 #define ISA "portable"
-constexpr int LANES = 4, TILE_ROWS = 2, TILE_VECTORS = 4;
+constexpr int LANES = 4, TILE_ROWS = 2, TILE_VECTORS = 4, PRODUCT_ROWS = 3, BLOCK_ROWS = 2;
 struct Vector {
     float lane[LANES];
 };

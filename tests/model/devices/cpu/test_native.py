@@ -25,7 +25,7 @@ from model.step import Row, StepPlan
 from tests.support.paths import ROOT
 
 CPU = torch.device("cpu")
-WIDTHS = list(native.FEATURES)
+WIDTHS = list({native.library(width)._name: width for width in native.FEATURES}.values())
 
 
 @pytest.fixture(params=WIDTHS)
