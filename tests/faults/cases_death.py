@@ -21,25 +21,18 @@ QUICK_STALL = ("--server.stall_after", str(STALL))
 
 def kill_mid_stream(scene: Scene, kills: int) -> None:
     """Each kill at a random token of a random stream."""
-    scene.start("--engine.max_running", "32", *KEEP_ALIVE, rules=(PACE,))
+    scene.start("--engine.max_running", "32", rules=(PACE,))
     exchanges = scene.ask_all(scene.asks(32, 100))
     streamed = [exchange for exchange in exchanges if exchange.ask.stream]
-    with scene.watched() as watch:
+    with scene.watched():
         for kill in range(kills):
             scene.rng.choice(streamed).reach(scene.rng.randint(1, 60 // kills) + kill * 60 // kills)
-            began = scene.kill_engine() and time.monotonic()
-            wait_until(
-                lambda since=began: watch.ready and watch.ready[-1] > (since, True), "ready again"
-            )
+            scene.kill_engine()
+            # Too short to be seen by who asks whether it is ready.
+            replaced = "onehead_engine_recovery_seconds_count"
+            wait_until(lambda: scene.server.metric(replaced) > kill, "replaced")  # noqa: B023
         scene.all_finished()
-        assert sum(not ready for _, ready in watch.ready) == kills
-    assert (
-        scene.server.restarts == kills
-        and scene.server.metric("onehead_engine_recovery_seconds_count") == kills
-    )
-    assert sum(exchange.comments for exchange in streamed) >= len(streamed), (
-        "a stream was silent while the engine was replaced"
-    )
+    assert scene.server.restarts == scene.server.metric(replaced) == kills
 
 
 def kill_idle(scene: Scene) -> None:
@@ -179,6 +172,7 @@ def stopped_for_ever(scene: Scene, busy: bool) -> None:
         assert watch.not_ready_since(stopped) < STALL + 1.0
         scene.canary()
         scene.all_finished()
+    assert all(exchange.comments for exchange in exchanges), "a stream was silent meanwhile"
     assert scene.server.restarts == 1 and scene.server.engine_pid != engine
 
 
@@ -212,9 +206,10 @@ def poison(scene: Scene, count: int, after: int) -> None:
                 after if exchange.ask.stream else 0
             )
         scene.canary()
-    assert (
-        scene.server.restarts <= 2 + 2 * count
-        and scene.server.metric("onehead_requests_quarantined_total") == count
+    assert scene.server.restarts <= 2 + 2 * count
+    wait_until(
+        lambda: scene.server.metric("onehead_requests_quarantined_total") == count,
+        "it is counted, which is done once a second",
     )
 
 
