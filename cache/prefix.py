@@ -12,7 +12,7 @@ import hashlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, takewhile
 from typing import TYPE_CHECKING
 
 from cache.layout import CacheLayout, LayerGroup
@@ -102,7 +102,8 @@ class PrefixCache:
 
     def match(self, links: Sequence[Link]) -> list[Block]:
         """The blocks of the longest prefix of these links after which a sequence can continue."""
-        self._verify([self.blocks[link.name] for link in links if link.name in self.blocks])
+        known = takewhile(lambda link: link.name in self.blocks, links)
+        self._verify([self.blocks[link.name] for link in known])
         found: list[Block] = []
         most, gaps = 0, [-1] * len(self._layout.groups)
         for link in links:
@@ -201,7 +202,9 @@ class PrefixCache:
             self._add(block)
 
     def _verify(self, blocks: Sequence[Block]) -> None:
-        """Checks the pages of adopted blocks, once, all together; retracts blocks with others."""
+        """Checks the pages of adopted blocks, once, all together; retracts those with a page that
+        does not hold what was written there.
+        """
         adopted = [block for block in blocks if not block.is_whole]
         held = [(page, block) for block in adopted for page in block.pages if page != DROPPED]
         if self._ledger is None or not held:

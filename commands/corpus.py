@@ -223,14 +223,16 @@ def fim_pieces(text: str, rng: random.Random) -> Iterator[str]:
 
 
 def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a checkpoint folder. Raises CheckpointError, ConfigurationError if there is
-    none or loading it takes too much time or memory, and ResourceError if that of a GGUF file
-    cannot be cached.
+    """The tokenizer of a checkpoint folder. Raises CheckpointError, and ConfigurationError if there
+    is none.
     """
     path = tokenizer_path(folder)
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # The library raises bare Exception.
+        added = tokenizer.encode("").ids
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # The library raises Exception itself, and BaseException.
         raise CheckpointError(
             f"{path}: expected a tokenizer that this version can read ({error})"
         ) from None
@@ -238,9 +240,7 @@ def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     tokenizer.no_padding()
     # The post-processor adds ids that need not be in the vocabulary.
     if (
-        largest := max(
-            [*tokenizer.encode("").ids, *tokenizer.get_vocab(with_added_tokens=True).values()]
-        )
+        largest := max([*added, *tokenizer.get_vocab(with_added_tokens=True).values()])
     ) >= vocab_size:
         raise CheckpointError(
             f"{path}: has ids up to {largest}, expected less than the vocab_size {vocab_size} of "

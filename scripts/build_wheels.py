@@ -28,9 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = "commands", "server", "model", "cache", "configs"
 ARCHITECTURES = "x86_64", "aarch64"
 GLIBC = "2.28"
-VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 FLAGS_OF_OTHERS = {"x86_64": {"-march"}, "aarch64": {"-mavx2"}}
-"""For each architecture how flags begin that name another's instruction sets."""
+"""Beginnings of flags that are for the other architecture."""
 AS_CLANG = {
     "-Wno-maybe-uninitialized": "-w",
     "-march=armv8.2-a+dotprod": "-mcpu=generic+v8_2a+dotprod",
@@ -67,20 +66,23 @@ def git(*arguments: str) -> bytes:
     return subprocess.run(command, check=True, capture_output=True).stdout
 
 
-def bill_of_materials(tree: Path) -> str:
+def bill_of_materials(tree: Path, own_version: str) -> str:
     """What a wheel holds that others wrote, in CycloneDX's form."""
     plot = re.search(r"v([0-9.]+)", (tree / "server/ui/vendor/uPlot.js").read_text()[:400])
+    assert plot is not None, "server/ui/vendor/uPlot.js names no version"
     license_of_llvm = "Apache-2.0 WITH LLVM-exception"
     parts = (
-        ("libc++", f"zig {version('ziglang')}", license_of_llvm),
-        ("compiler-rt", f"zig {version('ziglang')}", license_of_llvm),
-        ("uPlot", plot[1] if plot else "", "MIT"),
+        *(
+            (name, f"zig {version('ziglang')}", license_of_llvm)
+            for name in ("libc++", "libc++abi", "libunwind", "compiler-rt")
+        ),
+        ("uPlot", plot[1], "MIT"),
     )
     found = [
         {"type": "library", "name": name, "version": of, "licenses": [{"expression": terms}]}
         for name, of, terms in parts
     ]
-    onehead = {"type": "application", "name": "onehead", "version": VERSION}
+    onehead = {"type": "application", "name": "onehead", "version": own_version}
     head = {"bomFormat": "CycloneDX", "specVersion": "1.6", "version": 1}
     return json.dumps(head | {"metadata": {"component": onehead}, "components": found}, indent=1)
 
@@ -105,7 +107,9 @@ def build(architecture: str, output: Path, progress: Progress) -> Path:
         sources = git("archive", "HEAD", *PACKAGES, "pyproject.toml", "README.md", "LICENSE")
         subprocess.run(["tar", "-x"], cwd=tree, input=sources, check=True)
         project = (tree / "pyproject.toml").read_text()
-        extensions = tomllib.loads(project)["tool"]["setuptools"]["ext-modules"]
+        described = tomllib.loads(project)
+        extensions = described["tool"]["setuptools"]["ext-modules"]
+        own_version = described["project"]["version"]
         kernels = [
             extension
             for extension in extensions
@@ -120,7 +124,7 @@ def build(architecture: str, output: Path, progress: Progress) -> Path:
         project = EXTENSIONS.sub("", project)
         native = 'model = ["pretrained/*", "devices/cpu/native/*.so"]'
         (tree / "pyproject.toml").write_text(project.replace('model = ["pretrained/*"]', native))
-        setup = SETUP.format(platform=platform, bill=bill_of_materials(tree))
+        setup = SETUP.format(platform=platform, bill=bill_of_materials(tree, own_version))
         (tree / "setup.py").write_text(setup)
         committed = git("log", "-1", "--format=%ct").decode().strip()
         command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
@@ -130,7 +134,7 @@ def build(architecture: str, output: Path, progress: Progress) -> Path:
             env=os.environ | {"SOURCE_DATE_EPOCH": committed},
         )
         progress.advance(task)
-    wheel = output / f"onehead-{VERSION}-py3-none-{platform}.whl"
+    wheel = output / f"onehead-{own_version}-py3-none-{platform}.whl"
     said = subprocess.run(
         [sys.executable, "-m", "auditwheel", "show", str(wheel)], capture_output=True, text=True
     )

@@ -54,7 +54,8 @@ EXIT_CODES = {
     71: "A port or memory that cannot be had, also `cache.memory` above what the machine has.",
     75: "`onehead serve`: streams were cut at shutdown, by `server.drain_timeout` or a second "
     "signal.",
-    78: "An option's value, a file of options or a checkpoint that cannot be served.",
+    78: "An option's value, a file of options or a checkpoint that cannot be served, or a CPU "
+    "without the kernels that are compiled at install.",
     130: "Interrupted by Ctrl-C (every command but `onehead serve`).",
     141: "The program that read the output closed it.",
 }

@@ -169,7 +169,7 @@ class Ready(Message, frozen=True):
     page_bytes: int
     kernels: str
     """What computes attention, and matrix products if that differs: our kernels with their vector
-    width, or torch."""
+    width, or the reference."""
     deterministic: bool
     """Whether the engine is batch-invariant: a request gets the same bits whatever else is
     running."""

@@ -79,8 +79,7 @@ def token_entries(
     codec: TextCodec, tokens: Iterable[OutputToken], name: Callable[[int, str | None], str]
 ) -> Iterator[dict[str, Any]]:
     """The log-probabilities of tokens, and of the most likely ones at their positions, as OpenAI's
-    chat and those after it show them. `name`: a token's by its id, and its text where it stands if
-    that is known.
+    chat shows them. `name` gives a token's name from its id and, if known, its text at that place.
     """
 
     def entry(id: int, logprob: float | None, text: str | None) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def resolve(
 
     `weights`: download the weights too; `pickles`: weights in pickles where there are no others;
     `check`: called with the folder before weights are downloaded, may refuse the model. Raises
-    ConfigurationError or ResourceError that says what to do.
+    ConfigurationError, CheckpointError or ResourceError that says what to do.
     """
     match = REPOSITORY.fullmatch(str(model))
     if match is None or os.path.lexists(model):

@@ -9,6 +9,8 @@ file under the same path gets another folder. It knows nothing of what a header 
 import hashlib
 import logging
 import os
+import shutil
+import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,12 +25,14 @@ CONVERSION = "2"
 """Part of the folder's name: to be raised with every change of what the conversion makes or
 refuses.
 """
+LEFT_SECONDS = 3600.0
+"""Age from which on an unfinished folder is nobody's."""
 log = logging.getLogger("onehead")
 
 
 def checkpoint_folder(model: Path) -> Path:
     """The folder made of a GGUF file, or of a folder whose only weights are one; any other folder
-    as it is. Raises ConfigurationError for a file that cannot be read, CheckpointError for one that
+    as it is. Raises ConfigurationError where there is no such file, CheckpointError for one that
     cannot be used and a folder of several, and ResourceError if the folder cannot be cached.
     """
     try:
@@ -95,6 +99,9 @@ def _make(parts: list[Path], folder: Path) -> None:
     """
     log.info("%s: reading its header", parts[0])
     folder.parent.parent.mkdir(parents=True, exist_ok=True)
+    for left in folder.parent.parent.glob("tmp*"):  # By a process that was ended meanwhile.
+        if time.time() - left.stat().st_mtime > LEFT_SECONDS:
+            shutil.rmtree(left, ignore_errors=True)
     with TemporaryDirectory(dir=folder.parent.parent, ignore_cleanup_errors=True) as work:
         made = Path(work, "whole", folder.name)
         made.mkdir(parents=True)

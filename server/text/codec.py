@@ -69,6 +69,8 @@ class TextCodec:
         data = read_file(self.path, MOST_TOKENIZER_BYTES)
         try:
             self.tokenizer = Tokenizer.from_buffer(data or b"")
+            # What its post-processor adds is looked up only now.
+            self.tokenizer.encode("")
         except (KeyboardInterrupt, SystemExit):
             raise
         except (

@@ -86,22 +86,22 @@ def part(tmp_path: Path) -> Part:
 
 
 @pytest.fixture
-def _on_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def _on_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU's attention stands in for the GPU's, so that two backends are compared."""
-    monkeypatch.setattr(check, "backend_name", lambda pool, heads: "torch")
+    monkeypatch.setattr(check, "backend_name", lambda pool, heads: "reference")
 
 
-@pytest.mark.usefixtures("_on_torch")
+@pytest.mark.usefixtures("_on_reference")
 def test_the_checks_pass_here(part: Part) -> None:
     check.measure(part)
-    assert part.found["attention"] == {"4x32 float32": {"kernels": "torch"}}
+    assert part.found["attention"] == {"4x32 float32": {"kernels": "reference"}}
     assert (
         set(part.found["replays"]) == {"default"}
         and part.found["replays"]["default"]["logprob_distance"] < 1e-3
     )
 
 
-@pytest.mark.usefixtures("_on_torch")
+@pytest.mark.usefixtures("_on_reference")
 def test_a_check_finds_what_is_wrong(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention that is off by a little, or that depends on the batch; a step that ignores its
     plan's contexts.

@@ -43,7 +43,7 @@ def test_an_address_is_free_once_its_server_has_ended_though_connections_linger(
 def test_the_start_up_line_names_what_computes() -> None:
     line = in_words(READY)
     assert line.startswith(
-        "hash, 0.0M parameters in float32 on cpu, by torch, not batch-invariant;"
+        "hash, 0.0M parameters in float32 on cpu, by reference, not batch-invariant;"
     )
     assert line.endswith("32 pages of 8, up to 64 tokens a sequence")
 
@@ -59,7 +59,7 @@ def test_of_a_gpu_it_names_the_card_its_free_memory_and_the_graphs() -> None:
             num_graphs=104,
         )
     )
-    assert f" in float32 on {hardware}, by torch" in line
+    assert f" in float32 on {hardware}, by reference" in line
     assert line.endswith(
         "up to 64 tokens a sequence; 7.0 of 79.0 GiB of GPU memory are free, 104 CUDA graphs"
     )
@@ -69,7 +69,7 @@ def test_it_says_how_the_weights_of_a_gguf_file_are_held() -> None:
     line = in_words(replace(READY, quantization="int4+int8", block_forms={"int8": 57, "int4": 126}))
     assert (
         "parameters as in the file (126 matrices in int4 blocks and 57 matrices in int8 blocks) "
-        "on cpu, by torch" in line
+        "on cpu, by reference" in line
     )
 
 

@@ -3,6 +3,7 @@ families; and an engine by narrower kernels, or by none, says so and draws the s
 """
 
 import json
+import platform
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -149,7 +150,9 @@ def expected(tiny_checkpoint: TinyCheckpoint) -> list[int]:
 
 @pytest.mark.parametrize(
     ("flags", "name"),
-    [("avx2,fma,f16c", "native-avx2"), ("sse2", "native-portable")],
+    [("asimddp,atomics", "native-dotprod"), ("asimd", "native-neon")]
+    if platform.machine() == "aarch64"
+    else [("avx2,fma,f16c", "native-avx2"), ("sse2", "native-portable")],
 )
 def test_an_engine_of_a_processor_with_fewer_features(
     flags: str, name: str, tiny_folder: Path, expected: list[int]

@@ -1,1 +1,1 @@
-"""The CPU: attention and matrix products by our own kernels, or by torch where these cannot run."""
+"""The CPU: attention and matrix products by our own kernels."""

@@ -401,7 +401,7 @@ def test_few_rows_are_wasted_on_what_repeats_nothing() -> None:
 
 
 def test_a_guess_that_is_not_a_number_harms_nobody(tmp_path: Path) -> None:
-    """Of the reference its NaN reaches earlier tokens of the sequence and stays in later
+    """With the reference backend its NaN reaches earlier tokens and stays in later
     slots.
     """
     runner = make_runner(make_checkpoint(SHAPES[3], tmp_path).folder, "none")

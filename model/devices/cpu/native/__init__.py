@@ -7,7 +7,6 @@ models.
 """
 
 import ctypes
-import logging
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,12 +16,10 @@ import torch
 from model.devices.blocks import FORMATS
 from model.spec import OptionError
 
-log = logging.getLogger("onehead.engine")
-
 FEATURES = {
     "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"),
     "avx2": ("avx2", "fma", "f16c"),
-    "dotprod": ("asimddp",),
+    "dotprod": ("asimddp", "atomics"),
     "portable": (),
 }
 """The processor features that each version needs, the fastest first; on Arm `portable` is NEON."""
@@ -52,30 +49,26 @@ NUM_ARGUMENTS |= {
 @cache
 def library(widest: str = "avx512") -> ctypes.CDLL:
     """The widest version of the kernels up to `widest`. Raises OptionError if there is none."""
-    names = list(FEATURES)
-    flags = _processor_flags()
+    names, flags, reasons = list(FEATURES), _processor_flags(), []
     for name in names[names.index(widest) :]:
         spec = find_spec(f"model.devices.cpu.native.kernels_{name}")
         if spec is not None and spec.origin is not None and flags.issuperset(FEATURES[name]):
-            found = _load(spec.origin)
-            if found is not None:
-                return found
+            try:
+                return _load(spec.origin)
+            except (OSError, AttributeError) as error:
+                reasons.append(str(error))
+    reason = "; ".join(reasons) or f"none in {Path(__file__).parent} is for this processor"
     raise OptionError(
-        "a CPU needs onehead's kernels, and there are none for this processor in "
-        f"{Path(__file__).parent}: install onehead again where there is a C++ compiler (g++ or "
-        "clang++), which makes them"
+        f"a CPU needs onehead's kernels: {reason}; install onehead again, from a wheel or where "
+        "there is a C++ compiler (g++ or clang++)"
     )
 
 
-def _load(path: str) -> ctypes.CDLL | None:
-    try:
-        found = ctypes.CDLL(path)
-        if found.interface() != INTERFACE:
-            log.warning("%s was compiled from another version; install onehead again", path)
-            return None
-    except (OSError, AttributeError) as error:
-        log.warning("kernels cannot be used: %s", error)
-        return None
+def _load(path: str) -> ctypes.CDLL:
+    """Raises OSError or AttributeError."""
+    found = ctypes.CDLL(path)
+    if found.interface() != INTERFACE:
+        raise OSError(f"{path} was compiled from another version")
     found.isa.restype = ctypes.c_char_p
     for counts in (found.prepared_bytes, found.num_phases_computed):
         counts.restype = ctypes.c_int64
