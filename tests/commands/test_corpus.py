@@ -13,7 +13,25 @@ from tokenizers.processors import TemplateProcessing
 from commands import corpus
 from commands.held_out import NO_TARGET, inputs_and_targets
 from model.spec import CheckpointError, OptionError
+from server.errors import ConfigurationError
+from server.text.codec import TextCodec
 from tests.support.checkpoints import make_tokenizer
+
+
+def test_a_post_processor_that_names_no_token_is_refused(tmp_path: Path) -> None:
+    sequence = {"Sequence": {"id": "A", "type_id": 0}}
+    processor = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "[B]", "type_id": 0}}, sequence],
+        "pair": [sequence, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {},
+    }
+    tokenizer = json.loads(make_tokenizer().to_str()) | {"post_processor": processor}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(CheckpointError, match=r"/tokenizer\.json: expected a tokenizer that"):
+        corpus.read_tokenizer(tmp_path, 1000)
+    with pytest.raises(ConfigurationError, match=r"/tokenizer\.json: not a tokenizer this"):
+        TextCodec(tmp_path)
 
 
 def test_an_id_of_the_post_processor_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
