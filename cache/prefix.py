@@ -225,9 +225,10 @@ class PrefixCache:
         for block in self.tails.get(root, [])[:]:
             num_bytes = min(len(block.link.tokens), len(wanted))
             same = block.link.tokens[:num_bytes] == wanted[:num_bytes]
-            if num_bytes and same:
-                self._verify([block])
-            if num_bytes and same and DROPPED not in block.pages:
+            if not (num_bytes and same):
+                continue
+            self._verify([block])
+            if DROPPED not in block.pages:  # Else it was retracted.
                 self._forget_tail(root, block)
                 self._allocator.share(block.pages)
                 for page in block.pages:

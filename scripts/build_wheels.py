@@ -66,6 +66,17 @@ def git(*arguments: str) -> bytes:
     return subprocess.run(command, check=True, capture_output=True).stdout
 
 
+def kernels_of(architecture: str, project: dict[str, Any]) -> list[dict[str, Any]]:
+    """The extensions in a pyproject.toml that an architecture's compiler can make."""
+    return [
+        extension
+        for extension in project["tool"]["setuptools"]["ext-modules"]
+        if FLAGS_OF_OTHERS[architecture].isdisjoint(
+            flag[:6] for flag in extension["extra-compile-args"]
+        )
+    ]
+
+
 def bill_of_materials(tree: Path, own_version: str) -> str:
     """What a wheel holds that others wrote, in CycloneDX's form."""
     plot = re.search(r"v([0-9.]+)", (tree / "server/ui/vendor/uPlot.js").read_text()[:400])
@@ -108,15 +119,7 @@ def build(architecture: str, output: Path, progress: Progress) -> Path:
         subprocess.run(["tar", "-x"], cwd=tree, input=sources, check=True)
         project = (tree / "pyproject.toml").read_text()
         described = tomllib.loads(project)
-        extensions = described["tool"]["setuptools"]["ext-modules"]
-        own_version = described["project"]["version"]
-        kernels = [
-            extension
-            for extension in extensions
-            if FLAGS_OF_OTHERS[architecture].isdisjoint(
-                flag[:6] for flag in extension["extra-compile-args"]
-            )
-        ]
+        own_version, kernels = described["project"]["version"], kernels_of(architecture, described)
         task = progress.add_task(architecture, total=len(kernels) + 1)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for _ in pool.map(partial(compile_kernels, tree, architecture), kernels):
