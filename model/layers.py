@@ -247,6 +247,7 @@ class RotaryTable:
 
     def __call__(self, position_ids_T: Tensor, dtype: torch.dtype) -> Rotation:
         self._frequencies_r = self._frequencies_r.to(position_ids_T.device)
-        angle_Tr = position_ids_T[:, None].float() * self._frequencies_r
+        # In float64, where libraries differ by less than rounding to float32 shows.
+        angle_Tr = (position_ids_T[:, None].float() * self._frequencies_r).double()
         cosine_Tr, sine_Tr = angle_Tr.cos() * self.rotary.scale, angle_Tr.sin() * self.rotary.scale
         return Rotation(cosine_Tr.to(dtype), sine_Tr.to(dtype), self.rotary.interleaved)

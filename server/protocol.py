@@ -168,8 +168,8 @@ class Ready(Message, frozen=True):
     weight_bytes: int
     page_bytes: int
     kernels: str
-    """What computes attention, and matrix products if that differs: our kernels with their vector
-    width, or the reference."""
+    """What computes attention, and matrix products if that differs: our kernels or the
+    reference."""
     deterministic: bool
     """Whether the engine is batch-invariant: a request gets the same bits whatever else is
     running."""

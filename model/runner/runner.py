@@ -185,8 +185,8 @@ class ModelRunner:
 
     @property
     def kernels(self) -> str:
-        """What computes attention, and products where that is another: kernels of ours (with their
-        vector width) or torch's.
+        """What computes attention, and products where that is another: kernels of ours or
+        torch's.
         """
         attention, products = self.backend.name, self.decoder.products
         return attention if attention == products else f"{attention}+{products}"

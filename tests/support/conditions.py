@@ -7,6 +7,7 @@ and at random steps, so that a pass costs little more than the reference. This m
 of HTTP or of how anything is computed.
 """
 
+import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -69,6 +70,11 @@ class Outcome:
     evidence: str = ""
     preempted: set[int] = field(default_factory=set)
     """Cases that were preempted and recomputed."""
+
+
+def digest(traces: dict[int, Trace]) -> str:
+    """One number for every bit of these traces."""
+    return hashlib.sha256(repr(sorted(traces.items())).encode()).hexdigest()
 
 
 # --- requests

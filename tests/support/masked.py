@@ -5,6 +5,8 @@ is the production one; its engines run this module too.
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from model.devices.cpu import native
 from tests.support.paths import ROOT
@@ -17,6 +19,21 @@ def mask(flags: str) -> None:
     if flags == "none":
         native.find_spec = lambda name: None  # type: ignore[attr-defined, assignment]
     native._processor_flags = lambda: set(flags.split(","))
+
+
+@contextmanager
+def kernels(version: str) -> Iterator[None]:
+    """Another version of the kernels than this processor's widest, for engines that are loaded and
+    run within.
+    """
+    flags = native._processor_flags
+    native._processor_flags = lambda: set(native.FEATURES[version])
+    native.library.cache_clear()
+    try:
+        yield
+    finally:
+        native._processor_flags = flags
+        native.library.cache_clear()
 
 
 def main() -> int:

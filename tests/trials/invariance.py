@@ -9,8 +9,10 @@ requests are computed alone on one thread, and then again in every pass. The pas
 server: all requests are streamed over HTTP at once, undisturbed and with the engine killed in the
 middle; every number on the wire is compared between the two, and with the reference as far as the
 wire has it. The pass `float32`, of checkpoints that are stored in 16 bits, is each request alone in
-an engine that widens the weights when it reads them. Writes invariance.json into DIR. Exit status 1
-where a bit differs or where what a pass is about did not take place.
+an engine that widens the weights when it reads them; `kernels`, each request alone by every version
+of the CPU kernels that this processor runs. The digest of the reference is to be the same on every
+processor. Writes invariance.json into DIR. Exit status 1 where a bit differs or where what a pass
+is about did not take place.
 """  # noqa: E501
 
 import argparse
@@ -28,6 +30,7 @@ from typing import Any
 from rich.progress import Progress
 
 from commands.bench.offline import OfflineSettings, info_of, load_engine
+from model.devices.cpu import native
 from server.config import EngineSettings
 from tests.support.conditions import (
     Case,
@@ -36,16 +39,18 @@ from tests.support.conditions import (
     Trace,
     alone,
     compare,
+    digest,
     make_cases,
     passes,
     torch_threads,
 )
 from tests.support.live import Answer, Ask, Server, exchange, receive
+from tests.support.masked import kernels
 from tests.support.report import Check, Found, conclude, progress, show
 from tests.support.wire import http_request
 
 QUANTIZATIONS = "none", "int8", "int4"
-WIDENED, KILL = "float32", "kill"
+WIDENED, KILL, KERNELS = "float32", "kill", "kernels"
 """The passes that are not of support/conditions.py."""
 PATIENCE = 900.0
 """Seconds for an answer: all requests are sent at once, and a large model computes their prompts
@@ -245,7 +250,7 @@ def measure(options: argparse.Namespace, quantization: str) -> tuple[Found, list
     engine = Engine(core.runner, ready.max_context)  # type: ignore[arg-type]
     cases = make_cases(options.requests, ready.vocab_size, ready.capacity, options.seed)
     found: list[Found] = []
-    wanted = [name for name in options.passes if name not in (WIDENED, KILL)]
+    wanted = [name for name in options.passes if name in passes()]
     with torch_threads(1), progress() as bar:
         (reference,), seconds = run_pass("alone", engine, cases, bar, quantization)
         estimate = seconds * (len(wanted) + 2 * ("prefix" in wanted) + (KILL in options.passes))
@@ -267,10 +272,16 @@ def measure(options: argparse.Namespace, quantization: str) -> tuple[Found, list
                     cases,
                 )
             )
+        if KERNELS in options.passes:
+            found += [
+                compare(reference.traces, outcome, cases)
+                for outcome in by_other_kernels(options, quantization, cases, bar)
+            ]
     del core, engine
     if KILL in options.passes:
         found += asyncio.run(killed(options.model, as_options(settings), cases, reference.traces))
-    return info_of(settings, ready), [{"quantization": quantization} | each for each in found]
+    same = {"quantization": quantization, "digest": digest(reference.traces)}
+    return info_of(settings, ready), [same | each for each in found]
 
 
 def widened(
@@ -286,6 +297,25 @@ def widened(
     outcome.name, outcome.occurred = WIDENED, ready.weight_bytes > stored_bytes
     outcome.evidence = f"weights of {ready.weight_bytes:,} bytes, as stored {stored_bytes:,}"
     return outcome
+
+
+def by_other_kernels(
+    options: argparse.Namespace, quantization: str, cases: list[Case], bar: Progress
+) -> list[Outcome]:
+    """Each request alone, by every other version of the kernels that fuses operations."""
+    outcomes, flags, isa = [], native._processor_flags(), native.library().isa()
+    _, *others = (name for name, of in native.FEATURES.items() if flags.issuperset(of))
+    for version in others:
+        if native.library(version).isa() == b"unfused":
+            continue
+        with kernels(version):
+            core, ready = load_engine(settings_of(options, quantization, options.dtype))
+            engine = Engine(core.runner, ready.max_context)  # type: ignore[arg-type]
+            (outcome,), _ = run_pass("alone", engine, cases, bar, version)
+            outcome.name = f"{KERNELS} {version}"
+            outcome.occurred = native.library().isa() != isa
+        outcomes.append(outcome)
+    return outcomes
 
 
 def checks_of(found: list[Found]) -> list[Check]:
@@ -323,7 +353,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--passes",
         default=",".join((*passes(), KILL)),
-        help=f"there is also {WIDENED}; default: %(default)s",
+        help=f"there are also {WIDENED} and {KERNELS}; default: %(default)s",
     )
     options = parser.parse_args()
     options.quantizations, options.passes = (
@@ -332,7 +362,7 @@ def arguments() -> argparse.Namespace:
     )
     for name, known in (
         ("quantizations", (*QUANTIZATIONS, "auto")),
-        ("passes", (*passes(), WIDENED, KILL)),
+        ("passes", (*passes(), WIDENED, KERNELS, KILL)),
     ):
         unknown = set(getattr(options, name)) - set(known)
         if unknown:
@@ -368,6 +398,8 @@ def main() -> int:
         for f in found
     ]
     show(headings, rows, "tokens: of the output, and of prompts that are scored")
+    for quantization, bits in dict.fromkeys((f["quantization"], f["digest"]) for f in found):
+        print(f"digest of {quantization}: {bits}")
     result = {"requests": options.requests, "seed": options.seed, "conditions": found}
     return conclude("invariance", options.output, infos[0], result, checks_of(found))
 

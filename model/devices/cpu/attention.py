@@ -20,7 +20,8 @@ from torch import Tensor
 from cache.layout import LayerGroup
 from cache.pool import KVPool
 from model.batch import Batch
-from model.devices.cpu.native import NUMBER_TYPES, library, name_of
+from model.devices.cpu import native
+from model.devices.cpu.native import NUMBER_TYPES, library
 from model.layers import Rotation
 
 MULTIPLE = 16
@@ -72,6 +73,7 @@ class NativeBackend:
 
     def __init__(self, pool: KVPool, scale: float) -> None:
         assert supports(pool)
+        self.name = native.name()
         self.pool, self.library = pool, library()
         key_dim, value_dim = pool.keys_LPSd.shape[-1], pool.values_LPSv.shape[-1]
         self._structs = []
@@ -89,10 +91,6 @@ class NativeBackend:
             struct.page_size = pool.page_size
             struct.number_type = NUMBER_TYPES[pool.keys_LPSd.dtype]
             self._structs.append((struct, place.group))
-
-    @property
-    def name(self) -> str:
-        return name_of(self.library)
 
     def plan(self, batch: Batch) -> tuple[GroupPlan, ...]:
         return tuple(

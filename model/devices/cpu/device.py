@@ -61,6 +61,9 @@ class CpuDevice(Device):
     def num_parts_run(self) -> int:
         return int(library().num_phases_computed())
 
+    def description(self) -> str:
+        return f"cpu ({library().isa().decode()})"
+
     def memory(self) -> tuple[int, int]:
         return free_and_total_bytes()
 

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from model.attention import HeadProjections, MultiQueryAttention
 from model.decoder import Block, Decoder
 from model.devices.blocks import FORMATS, BlockFormat
+from model.devices.cpu import native
 from model.devices.cpu.huge_pages import HugePages
-from model.devices.cpu.native import NUMBER_TYPES, library, name_of
+from model.devices.cpu.native import NUMBER_TYPES, library
 from model.devices.cpu.recording import Activation, side_by_side
 from model.devices.products import Products
 from model.devices.replacement import FusedLinear, Held, NormReplacement, RowMatrix, replace_modules
@@ -312,7 +313,7 @@ class NativeProducts(Products):
     batch_invariant = True
 
     def __init__(self, quantization: str, held: torch.dtype | None = None) -> None:
-        super().__init__(quantization, name_of(library()))
+        super().__init__(quantization, native.name())
         self._held = FORMATS.get(quantization, held)
         self.keeps_blocks = quantization == "auto" and held is None
 

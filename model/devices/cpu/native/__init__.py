@@ -2,7 +2,8 @@
 NEON with and without dot products, and for any processor.
 
 They are called through ctypes on addresses of tensors, and have threads of their own (pool.cpp).
-Invariant: `library` returns the widest version that this processor supports. It knows nothing of
+Invariants: `library` returns the widest version that this processor supports; all versions give
+the same bits, but on processors without fused multiplication and addition. It knows nothing of
 models.
 """
 
@@ -77,6 +78,11 @@ def _load(path: str) -> ctypes.CDLL:
     return found
 
 
+def name() -> str:
+    """What a result's bits depend on."""
+    return "native-unfused" if library().isa() == b"unfused" else "native"
+
+
 def _processor_flags() -> set[str]:
     """The processor's features by Linux's names; empty on other systems."""
     try:
@@ -87,8 +93,3 @@ def _processor_flags() -> set[str]:
     return set(
         next((of for name, _, of in named if name.strip() in ("flags", "Features")), "").split()
     )
-
-
-def name_of(kernels: ctypes.CDLL) -> str:
-    """The name of a version: the last bits of answers depend on its vector width."""
-    return f"native-{kernels.isa().decode()}"

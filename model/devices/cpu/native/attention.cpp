@@ -139,23 +139,21 @@ static float soften(Tile &tile, int r, float *scores, int64_t page_first, int64_
     Vector most = all(hidden);
     for (int64_t s = 0; s < size; s += LANES) most = max(load(scores + s), most);
     const float now = std::max(tile.greatest[r], greatest(most));
-    Vector sums = all(0.0f);
-    for (int64_t s = 0; s < size; s += LANES) {
+    float sum = total_of(size, [=](int64_t s, Vector sums) {
         const Vector weight = exp_of_negative(sub(load(scores + s), all(now)));
         store(scores + s, weight);
-        sums = add(sums, weight);
-    }
+        return add(sums, weight);
+    });
     if (!whole) {
         // The exponential of what is hidden is e^-87 rather than 0.
         std::fill(scores, scores + first, 0.0f);
         std::fill(scores + last, scores + size, 0.0f);
-        sums = all(0.0f);
-        for (int64_t s = 0; s < size; s += LANES) sums = add(sums, load(scores + s));
+        sum = total_of(size, [=](int64_t s, Vector sums) { return add(sums, load(scores + s)); });
     }
     float lanes[LANES];
     store(lanes, exp_of_negative(all(tile.greatest[r] - now)));
     float shrink = tile.sum[r] == 0.0f ? 0.0f : lanes[0];
-    tile.sum[r] = tile.sum[r] * shrink + total(sums);
+    tile.sum[r] = tile.sum[r] * shrink + sum;
     tile.greatest[r] = now;
     return shrink;
 }

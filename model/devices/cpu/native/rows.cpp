@@ -26,14 +26,11 @@ extern "C" void summarise_logits(const float *logits, float *normalisers, float 
         for (; k + LANES <= size; k += LANES) most = max(load(row + k), most);
         float greatest_one = greatest(most);
         for (; k < size; k++) greatest_one = row[k] > greatest_one ? row[k] : greatest_one;
-        Vector sums = all(0.0f);
-        for (k = 0; k + LANES <= size; k += LANES) sums = add(sums, exp_of_negative(sub(load(row + k), all(greatest_one))));
-        float sum = total(sums), lanes[LANES];
-        for (; k < size; k++) {
-            store(lanes, exp_of_negative(all(row[k] - greatest_one)));
-            sum += lanes[0];
-        }
-        normalisers[m] = greatest_one + std::log(sum);
+        const float sum = total_of(size, [=](int64_t k, Vector sums) {
+            return add(sums, first_of(exp_of_negative(sub(load_some(row + k, size - k), all(greatest_one))), size - k));
+        });
+        // In float64, where libraries differ by less than rounding to float32 shows.
+        normalisers[m] = greatest_one + float(std::log(double(sum)));
         greatest_ones[m] = greatest_one;
         places[m] = std::find(row, row + size, greatest_one) - row;
         if (places[m] == size) places[m] = 0;  // Of numbers that are none.

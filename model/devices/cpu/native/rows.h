@@ -40,18 +40,13 @@ inline Vector activated(Vector x, int activation) {
 }
 
 inline void normalise(const float *x, float *y, int64_t size, const Norm &norm) {
-    Vector sums = all(0.0f), squares = all(0.0f);
     float mean = 0.0f;
-    if (norm.kind == LAYER_NORM) {
-        for (int64_t k = 0; k < size; k += LANES) sums = add(sums, load_some(x + k, size - k));
-        mean = total(sums) / float(size);
-    }
-    for (int64_t k = 0; k + LANES <= size; k += LANES) {
-        Vector value = sub(load(x + k), all(mean));
-        squares = fma(value, value, squares);
-    }
-    float square = total(squares);
-    for (int64_t k = size / LANES * LANES; k < size; k++) square += (x[k] - mean) * (x[k] - mean);
+    if (norm.kind == LAYER_NORM)
+        mean = total_of(size, [=](int64_t k, Vector sums) { return add(sums, load_some(x + k, size - k)); }) / float(size);
+    const float square = total_of(size, [=](int64_t k, Vector squares) {
+        const Vector value = first_of(sub(load_some(x + k, size - k), all(mean)), size - k);
+        return fma(value, value, squares);
+    });
     const float factor = 1.0f / std::sqrt(square / float(size) + norm.epsilon);
     for (int64_t k = 0; k < size; k += LANES) {
         Vector value = mul(sub(load_some(x + k, size - k), all(mean)), all(factor));

@@ -1,6 +1,8 @@
 // Vectors of float32, in the widest registers that the compiler's flags allow. Everything else in this folder is written over them.
 //
-// Invariant: no operation mixes lanes but `total` and `greatest`, whose order is fixed; so what a lane holds does not depend on the others.
+// Invariant: no operation mixes lanes but `total_of` and `greatest`, whose order does not depend on LANES, and each rounds once, as IEEE 754 has it;
+// so all instruction sets give the same bits. The exception is a processor without fused operations, where `fma` rounds twice: to round once there
+// was tried (in float64, to odd), and took 20 times as long.
 #pragma once
 
 #include <cmath>
@@ -138,7 +140,11 @@ inline Vector times_two_to(Vector a, Vector n) {
 }
 inline Vector of_integers(const int32_t *p) { return vcvtq_f32_s32(vld1q_s32(p)); }
 #else
+#ifdef __FP_FAST_FMAF
 #define ISA "portable"
+#else
+#define ISA "unfused"
+#endif
 constexpr int LANES = 4, TILE_ROWS = 2, TILE_VECTORS = 4, PRODUCT_ROWS = 3, BLOCK_ROWS = 2;
 struct Vector {
     float lane[LANES];
@@ -184,29 +190,40 @@ inline void store_some(float *p, Vector v, int64_t count) {
     memcpy(p, lanes, count * sizeof(float));
 }
 
-// The upper half of the lanes is added to the lower one until one lane is left.
-inline float total(Vector v) {
-#if defined(__AVX512F__)
-    return _mm512_reduce_add_ps(v);
-#else
+// v, and zeros from lane number `count` on.
+inline Vector first_of(Vector v, int64_t count) {
+    if (count >= LANES) return v;
+    float lanes[LANES] = {};
+    store_some(lanes, v, count);
+    return load(lanes);
+}
+
+// The sum of `size` numbers: add_to(k, sums) adds a Vector of those from number k on, with zeros after the last one, to `sums`. Number k goes to sum k % SUMS; in the end the upper half of the sums is added to the lower one until one is left.
+constexpr int SUMS = 16;
+template <class Add> INLINE float total_of(int64_t size, const Add &add_to) {
+    constexpr int PARTS = SUMS / LANES;
+    Vector parts[PARTS];
+    UNROLL for (int n = 0; n < PARTS; n++) parts[n] = all(0.0f);
+    int64_t k = 0;
+    for (; k + SUMS <= size; k += SUMS)
+        UNROLL for (int n = 0; n < PARTS; n++) parts[n] = add_to(k + n * LANES, parts[n]);
+    UNROLL for (int n = 0; n < PARTS; n++)
+        if (k + n * LANES < size) parts[n] = add_to(k + n * LANES, parts[n]);
+    for (int half = PARTS / 2; half; half /= 2)
+        for (int n = 0; n < half; n++) parts[n] = add(parts[n], parts[n + half]);
     float lanes[LANES];
-    store(lanes, v);
+    store(lanes, parts[0]);
     for (int width = LANES / 2; width; width /= 2)
         for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
     return lanes[0];
-#endif
 }
 
 // Of lanes that are numbers.
 inline float greatest(Vector v) {
-#if defined(__AVX512F__)
-    return _mm512_reduce_max_ps(v);
-#else
     float lanes[LANES], most = -std::numeric_limits<float>::infinity();
     store(lanes, v);
     for (int i = 0; i < LANES; i++) most = lanes[i] > most ? lanes[i] : most;
     return most;
-#endif
 }
 
 // e^x for |x| <= 87, to about 2 units in the last place: x = n ln 2 + r with |r| <= ln 2 / 2, and e^r by its Taylor series.
