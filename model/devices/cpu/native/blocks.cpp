@@ -14,7 +14,7 @@
 // GROUP: how many numbers of a column lie side by side, and are multiplied and added up by one instruction. It takes as many of x, STEPS times,
 // each time 4 bytes of a row. In 8 bits numbers are stored plus OFFSET, and sums begin at a correction that depends on x alone.
 struct Int8 {
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
     static constexpr int GROUP = 4, OFFSET = 128;  // vpdpbusd takes weights without a sign.
     using Number = int8_t;                         // Of x.
 #elif defined(__aarch64__)
@@ -89,10 +89,17 @@ template <class Format> INLINE Vector floats(Integers sum) { return _mm512_cvtep
 #define SUMS_IN_REGISTERS
 using Integers = __m256i;
 INLINE Integers repeated(const char *x) { return _mm256_set1_epi32(number_at<int32_t>(x)); }
-INLINE Integers numbers_at(const char *weights) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)weights)); }
 INLINE Integers bytes_at(const char *weights) { return _mm256_loadu_si256((const __m256i *)weights); }
 INLINE Integers low(Integers both) { return _mm256_and_si256(both, _mm256_set1_epi8(15)); }
 INLINE Integers high(Integers both) { return low(_mm256_srli_epi16(both, 4)); }
+#if defined(__AVXVNNI__)
+INLINE Integers numbers_at(const char *weights) { return bytes_at(weights); }
+template <class Format> INLINE void accumulate(Integers &sum, const Integers &weights, const Integers &value) {
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(weights), "x"(value));
+}
+template <class Format> INLINE Vector floats(Integers sum) { return _mm256_cvtepi32_ps(sum); }
+#else
+INLINE Integers numbers_at(const char *weights) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)weights)); }
 // In 4 bits sums of a whole block fit into 16 bits: 15 * 127 * BLOCK / 2. They are added in pairs when it ends.
 template <class Format> INLINE void accumulate(Integers &sum, const Integers &weights, const Integers &value) {
     Integers products;
@@ -104,6 +111,7 @@ template <class Format> INLINE void accumulate(Integers &sum, const Integers &we
 template <class Format> INLINE Vector floats(Integers sum) {
     return _mm256_cvtepi32_ps(Format::GROUP == 4 ? _mm256_madd_epi16(sum, _mm256_set1_epi16(1)) : sum);
 }
+#endif
 #elif defined(__aarch64__)
 #define SUMS_IN_REGISTERS
 using Integers = int32x4_t;

@@ -86,7 +86,11 @@ inline Vector times_two_to(Vector a, Vector n) { return _mm512_scalef_ps(a, n); 
 inline Vector of_integers(const int32_t *p) { return _mm512_cvtepi32_ps(_mm512_loadu_si512(p)); }
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include <immintrin.h>
+#if defined(__AVXVNNI__)
+#define ISA "avxvnni"
+#else
 #define ISA "avx2"
+#endif
 constexpr int LANES = 8, TILE_ROWS = 3, TILE_VECTORS = 4, PRODUCT_ROWS = 6, BLOCK_ROWS = 6;
 using Vector = __m256;
 inline Vector load(const float *p) { return _mm256_loadu_ps(p); }
