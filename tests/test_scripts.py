@@ -4,6 +4,7 @@ nothing and write down what they are asked.
 
 import os
 import pty
+import re
 import shutil
 import subprocess
 import tomllib
@@ -23,7 +24,11 @@ if [ "$1 $2" = "-m venv" ]; then mkdir -p "$3/bin" && cp "$STUBS/venv-python" "$
 VENV_PYTHON = """#!/bin/sh
 case "$1" in
   -c) [ -n "$TORCH" ] && echo "$TORCH" ;;
-  -m) echo "$@" >>pip.log; echo "pip says something"; : >model/devices/cpu/native/kernels_stub.so ;;
+  -m)
+    echo "$@" >>pip.log; echo "pip says something"
+    case "$UNREACHABLE $*" in "1 "*--index-url*) exit 1 ;; esac
+    : >model/devices/cpu/native/kernels_stub.so
+    ;;
 esac
 """
 TORCH = next(
@@ -83,13 +88,34 @@ def run_on_a_terminal(*command: str | Path) -> str:
     return written.decode()
 
 
+def _add_gpu(tree: Path) -> None:
+    (tree.parent / "stubs" / "nvidia-smi").touch(mode=0o755)
+
+
+def test_a_machine_without_a_gpu_gets_torch_for_cpus(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shutil.which("nvidia-smi"):
+        pytest.skip("a machine with a GPU")
+    first = run(tree / "scripts" / "setup").stderr.splitlines()[0]
+    assert "about 0.4 GB to download, with PyTorch for CPUs" in first
+    of_torch, of_onehead = (tree / "pip.log").read_text().splitlines()
+    assert of_torch.endswith(f"--index-url https://download.pytorch.org/whl/cpu torch=={TORCH}")
+    assert "--no-deps" in of_torch and "--index-url" not in of_onehead
+    # Where that index cannot be reached, pip takes torch from its own.
+    (tree / ".venv" / ".onehead-train").unlink()
+    monkeypatch.setenv("UNREACHABLE", "1")
+    done = run(tree / "scripts" / "setup")
+    assert done.returncode == 0 and "whl/cpu cannot be reached" in done.stderr
+
+
 def test_set_up_says_what_it_fetches_before_and_that_it_is_done_after(tree: Path) -> None:
+    _add_gpu(tree)
     done = run(tree / "scripts" / "setup")
     first, _, last = done.stderr.splitlines()  # Between them stands pip's own output.
     assert done.returncode == 0 and done.stdout == ""
     assert first.startswith(
-        "installing onehead into .venv: about 3 GB to download, with PyTorch for CUDA; README.md "
-        "says how"
+        "installing onehead into .venv: about 3 GB to download, with PyTorch for CUDA; this takes"
     )
     assert last.startswith("installed onehead in ") and "--quiet" in (tree / "pip.log").read_text()
     assert "--editable .[train]" in (tree / "pip.log").read_text()  # For the pictures of commands.
@@ -103,14 +129,15 @@ def test_set_up_says_what_it_fetches_before_and_that_it_is_done_after(tree: Path
     ("torch", "words"),
     [
         (TORCH + "+cpu", f"torch {TORCH}+cpu is there already; at most 0.2 GB"),
-        ("1.0.0", "about 3 GB"),
-        ("", "about 3 GB"),
+        ("1.0.0", "about 3 GB to download"),
+        ("", "about 3 GB to download"),
     ],
 )
 def test_a_torch_that_is_kept_is_not_counted(
     tree: Path, monkeypatch: pytest.MonkeyPatch, torch: str, words: str
 ) -> None:
     subprocess.run(["python3", "-m", "venv", tree / ".venv"], check=True)
+    _add_gpu(tree)
     monkeypatch.setenv("TORCH", torch)
     first = run(tree / "scripts" / "setup", "dev").stderr.splitlines()[0]
     assert first.startswith(
@@ -193,3 +220,13 @@ def test_a_wheel_has_the_project_file_without_extensions_and_its_own_kernels() -
     kernels = whole["tool"]["setuptools"].pop("ext-modules")
     assert project == whole and 'model = ["pretrained/*"]' in text
     assert AS_CLANG.keys() <= {flag for kernel in kernels for flag in kernel["extra-compile-args"]}
+
+
+def test_the_lock_has_the_tested_versions_of_all_that_is_needed() -> None:
+    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    locked = [line.partition(" ")[0].lower() for line in lines if "==" in line.split(" ")[0]]
+    tested = (ROOT / "constraints.txt").read_text().lower().replace("_", "-").splitlines()
+    assert set(locked) <= set(tested) and len(locked) < sum("--hash=sha256:" in x for x in lines)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {re.split(r"[\[>]", each)[0].replace("_", "-") for each in project["dependencies"]}
+    assert needed - {name.partition("==")[0] for name in locked} == {"torch"}
