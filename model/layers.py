@@ -7,7 +7,7 @@ chosen experts, g groups of experts, h heads (1 for the key), d rotated columns,
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ class MixtureOfExperts(nn.Module):
             if experts.shared_intermediate_size
             else None
         )
-        self.softmax: Callable[[Tensor], Tensor] = partial(torch.softmax, dim=-1)
+        self.softmax: Callable[[Tensor], Tensor] = _softmax
 
     def forward(self, x_TD: Tensor) -> Tensor:
         weights_Tk, chosen_Tk = self.route(x_TD)
@@ -138,11 +138,18 @@ def _largest(x_TE: Tensor, count: int) -> Tensor:
     return x_TE.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
+# Computed in float64, where differences of processors almost never show in the float32 result.
+
+
+def _softmax(x: Tensor) -> Tensor:
+    return x.softmax(-1, torch.float64).float()
+
+
 def _sigmoid(x: Tensor) -> Tensor:
     """Instead of torch.sigmoid, which computes the last numbers of a tensor differently: a token's
     score would depend on its place.
     """
-    return 1.0 / (1.0 + (-x).exp())
+    return (1.0 / (1.0 + (-x.double()).exp())).float()
 
 
 class LayerNorm(nn.LayerNorm):
@@ -247,7 +254,7 @@ class RotaryTable:
 
     def __call__(self, position_ids_T: Tensor, dtype: torch.dtype) -> Rotation:
         self._frequencies_r = self._frequencies_r.to(position_ids_T.device)
-        # In float64, where libraries differ by less than rounding to float32 shows.
+        # In float64: there differences of processors almost never show in the rounded result.
         angle_Tr = (position_ids_T[:, None].float() * self._frequencies_r).double()
         cosine_Tr, sine_Tr = angle_Tr.cos() * self.rotary.scale, angle_Tr.sin() * self.rotary.scale
         return Rotation(cosine_Tr.to(dtype), sine_Tr.to(dtype), self.rotary.interleaved)

@@ -109,13 +109,13 @@ def compile_kernels(tree: Path, architecture: str, extension: dict[str, Any]) ->
         sys.exit(f"{extension['name']} for {architecture}: {done.stderr}")
 
 
-def build(architecture: str, output: Path, progress: Progress) -> Path:
-    """Builds a wheel of HEAD. Returns its path."""
+def build(architecture: str, commit: str, output: Path, progress: Progress) -> Path:
+    """Builds a wheel of a commit. Returns its path."""
     platform = f"manylinux_{GLIBC.replace('.', '_')}_{architecture}"
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
-        sources = git("archive", "HEAD", *PACKAGES, "pyproject.toml", "README.md", "LICENSE")
+        sources = git("archive", commit, *PACKAGES, "pyproject.toml", "README.md", "LICENSE")
         subprocess.run(["tar", "-x"], cwd=tree, input=sources, check=True)
         project = (tree / "pyproject.toml").read_text()
         described = tomllib.loads(project)
@@ -129,7 +129,7 @@ def build(architecture: str, output: Path, progress: Progress) -> Path:
         (tree / "pyproject.toml").write_text(project.replace('model = ["pretrained/*"]', native))
         setup = SETUP.format(platform=platform, bill=bill_of_materials(tree, own_version))
         (tree / "setup.py").write_text(setup)
-        committed = git("log", "-1", "--format=%ct").decode().strip()
+        committed = git("log", "-1", "--format=%ct", commit).decode().strip()
         command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
         subprocess.run(
             [*command, "--no-build-isolation", "--wheel-dir", str(output), str(tree)],
@@ -153,8 +153,9 @@ def main() -> None:
     parser.add_argument("--only", choices=ARCHITECTURES, help="one architecture; default: each")
     options = parser.parse_args()
     architectures = [options.only] if options.only else ARCHITECTURES
+    commit = git("rev-parse", "HEAD").decode().strip()  # Others may commit meanwhile.
     with Progress() as progress:
-        wheels = [build(architecture, options.output, progress) for architecture in architectures]
+        wheels = [build(each, commit, options.output, progress) for each in architectures]
     for wheel in wheels:
         print(f"{wheel}: {wheel.stat().st_size / 1e6:.1f} MB")
 

@@ -180,7 +180,8 @@ class Ready(Message, frozen=True):
     digest: str
     """Of the model: what model/checkpoint/identity.py covers."""
     hardware: str = ""
-    """The device by name, with the versions of its driver and libraries; empty for a CPU."""
+    """The device by name, with the versions of its driver and libraries; of a CPU the
+    instruction set of our kernels."""
     device_memory: tuple[int, int] = (0, 0)
     """Bytes of the device's own memory that are free when the engine is loaded, and all there
     are."""

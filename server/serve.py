@@ -149,12 +149,13 @@ class Server:
         from server.http.streams import StreamPublisher
 
         section, loop = self._section, asyncio.get_running_loop()
+        drawing = version("torch"), version("numpy")
         generation = engine.generation
         self._publisher = StreamPublisher(
             self._store,
             section.keep_alive,
             self._journal,
-            lambda: f"{generation.ready.digest} {generation.fingerprint}",
+            lambda: " ".join((generation.ready.digest, generation.fingerprint, *drawing)),
         )
         door = create_app(
             generation,

@@ -23,10 +23,10 @@ if [ "$1 $2" = "-m venv" ]; then mkdir -p "$3/bin" && cp "$STUBS/venv-python" "$
 # Knows torch's version where there is one; its pip writes down its arguments and leaves a kernel.
 VENV_PYTHON = """#!/bin/sh
 case "$1" in
-  -c) [ -n "$TORCH" ] && echo "$TORCH" ;;
+  -c) case "$2" in *urlopen*) exit $UNREACHABLE ;; *) [ -n "$TORCH" ] && echo "$TORCH" ;; esac ;;
   -m)
+    [ "$3" = config ] && exit 1
     echo "$@" >>pip.log; echo "pip says something"
-    case "$UNREACHABLE $*" in "1 "*--index-url*) exit 1 ;; esac
     : >model/devices/cpu/native/kernels_stub.so
     ;;
 esac
@@ -66,6 +66,8 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("REAL_PYTHON", shutil.which("python3") or "python3")
     monkeypatch.setenv("PATH", f"{stubs}:{os.environ['PATH']}")
     monkeypatch.delenv("TORCH", raising=False)
+    monkeypatch.setenv("UNREACHABLE", "0")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     return tree
 
 
@@ -95,18 +97,23 @@ def _add_gpu(tree: Path) -> None:
 def test_a_machine_without_a_gpu_gets_torch_for_cpus(
     tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if shutil.which("nvidia-smi"):
+    if shutil.which("nvidia-smi") or Path("/dev/nvidiactl").exists():
         pytest.skip("a machine with a GPU")
+    monkeypatch.delenv("PIP_INDEX_URL", raising=False)
     first = run(tree / "scripts" / "setup").stderr.splitlines()[0]
     assert "about 0.4 GB to download, with PyTorch for CPUs" in first
     of_torch, of_onehead = (tree / "pip.log").read_text().splitlines()
     assert of_torch.endswith(f"--index-url https://download.pytorch.org/whl/cpu torch=={TORCH}")
     assert "--no-deps" in of_torch and "--index-url" not in of_onehead
-    # Where that index cannot be reached, pip takes torch from its own.
+    # Where that index cannot be reached, or the owner has chosen one, pip takes torch from its own.
     (tree / ".venv" / ".onehead-train").unlink()
     monkeypatch.setenv("UNREACHABLE", "1")
     done = run(tree / "scripts" / "setup")
     assert done.returncode == 0 and "whl/cpu cannot be reached" in done.stderr
+    (tree / ".venv" / ".onehead-train").unlink()
+    monkeypatch.setenv("PIP_INDEX_URL", "https://mirror.example/simple")
+    assert "from the index in pip's settings" in run(tree / "scripts" / "setup").stderr
+    assert (tree / "pip.log").read_text().count("--index-url") == 1
 
 
 def test_set_up_says_what_it_fetches_before_and_that_it_is_done_after(tree: Path) -> None:

@@ -17,9 +17,7 @@ class Backend(Protocol):
 
     @property
     def name(self) -> str:
-        """The kernels, and their vector width where there are several: the last bits of answers
-        depend on it.
-        """
+        """The kernels: one name for all that give the same bits."""
         ...
 
     @property

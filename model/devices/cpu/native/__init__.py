@@ -2,9 +2,9 @@
 with and without VNNI, NEON with and without dot products, and for any processor.
 
 They are called through ctypes on addresses of tensors, and have threads of their own (pool.cpp).
-Invariants: `library` returns the widest version that this processor supports; all versions give
-the same bits, but on processors without fused multiplication and addition. It knows nothing of
-models.
+Invariants: `library` returns the fastest version that this processor supports; all versions give
+the same bits, except where a processor has no fused multiplication and addition. It knows nothing
+of models.
 """
 
 import ctypes
@@ -25,8 +25,8 @@ FEATURES = {
     "portable": (),
 }
 """The processor features that each version needs, the fastest first; on Arm `portable` is NEON."""
-INTERFACE = 12
-"""Version of the kernels' structs and functions, the same as in product.cpp."""
+INTERFACE = 13
+"""Version of the kernels' structs, functions and results, the same as in product.cpp."""
 NUMBER_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The kernels' NumberType of each dtype."""
 NUM_ARGUMENTS = {
@@ -49,10 +49,10 @@ NUM_ARGUMENTS |= {
 
 
 @cache
-def library(widest: str = "avx512") -> ctypes.CDLL:
-    """The widest version of the kernels up to `widest`. Raises OptionError if there is none."""
+def library(fastest: str = "avx512") -> ctypes.CDLL:
+    """The fastest version of the kernels from `fastest` on. Raises OptionError if there is none."""
     names, flags, reasons = list(FEATURES), _processor_flags(), []
-    for name in names[names.index(widest) :]:
+    for name in names[names.index(fastest) :]:
         spec = find_spec(f"model.devices.cpu.native.kernels_{name}")
         if spec is not None and spec.origin is not None and flags.issuperset(FEATURES[name]):
             try:
@@ -80,7 +80,7 @@ def _load(path: str) -> ctypes.CDLL:
 
 
 def name() -> str:
-    """What a result's bits depend on."""
+    """One name for all versions that give the same bits."""
     return "native-unfused" if library().isa() == b"unfused" else "native"
 
 

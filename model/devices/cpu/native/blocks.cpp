@@ -5,7 +5,7 @@
 // j + BLOCK / 2. So each thread reads one stream. Rows of x are quantized when they arrive.
 //
 // Invariant: sums within a block are integers and exact, and blocks are added in order of k, without fused operations; so an element of y
-// depends on its row and column alone, and before the activation it is bit for bit the same for every width of vectors.
+// depends on its row and column alone.
 //
 // Letters: M rows, K input and N output columns, k an input, b a block. The last panel is filled up with scales of zero, x with zeros.
 

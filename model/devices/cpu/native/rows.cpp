@@ -27,9 +27,9 @@ extern "C" void summarise_logits(const float *logits, float *normalisers, float 
         float greatest_one = greatest(most);
         for (; k < size; k++) greatest_one = row[k] > greatest_one ? row[k] : greatest_one;
         const float sum = total_of(size, [=](int64_t k, Vector sums) {
-            return add(sums, first_of(exp_of_negative(sub(load_some(row + k, size - k), all(greatest_one))), size - k));
+            return add(sums, first_of(exp_of_negative(min(all(0.0f), sub(load_some(row + k, size - k), all(greatest_one)))), size - k));
         });
-        // In float64, where libraries differ by less than rounding to float32 shows.
+        // In float64: there differences of libraries almost never show in the rounded result.
         normalisers[m] = greatest_one + float(std::log(double(sum)));
         greatest_ones[m] = greatest_one;
         places[m] = std::find(row, row + size, greatest_one) - row;

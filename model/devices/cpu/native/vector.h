@@ -1,8 +1,8 @@
 // Vectors of float32, in the widest registers that the compiler's flags allow. Everything else in this folder is written over them.
 //
 // Invariant: no operation mixes lanes but `total_of` and `greatest`, whose order does not depend on LANES, and each rounds once, as IEEE 754 has it;
-// so all instruction sets give the same bits. The exception is a processor without fused operations, where `fma` rounds twice: to round once there
-// was tried (in float64, to odd), and took 20 times as long.
+// so all instruction sets give the same bits. The exception is a processor without fused operations, where `fma` rounds twice: exact ones, computed
+// in float64, were tried there and took 20 times as long.
 #pragma once
 
 #include <cmath>
@@ -80,7 +80,7 @@ inline Vector mul(Vector a, Vector b) { return _mm512_mul_ps(a, b); }
 inline Vector div(Vector a, Vector b) { return _mm512_div_ps(a, b); }
 inline Vector max(Vector a, Vector b) { return _mm512_max_ps(a, b); }
 inline Vector min(Vector a, Vector b) { return _mm512_min_ps(a, b); }
-inline Vector with_sign_of(Vector a, Vector b) { return _mm512_or_ps(a, _mm512_and_ps(b, _mm512_set1_ps(-0.0f))); }
+inline Vector with_sign_of(Vector a, Vector b) { return _mm512_or_ps(_mm512_andnot_ps(_mm512_set1_ps(-0.0f), a), _mm512_and_ps(b, _mm512_set1_ps(-0.0f))); }
 inline Vector round_even(Vector a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Vector times_two_to(Vector a, Vector n) { return _mm512_scalef_ps(a, n); }
 inline Vector of_integers(const int32_t *p) { return _mm512_cvtepi32_ps(_mm512_loadu_si512(p)); }
@@ -107,7 +107,7 @@ inline Vector mul(Vector a, Vector b) { return _mm256_mul_ps(a, b); }
 inline Vector div(Vector a, Vector b) { return _mm256_div_ps(a, b); }
 inline Vector max(Vector a, Vector b) { return _mm256_max_ps(a, b); }
 inline Vector min(Vector a, Vector b) { return _mm256_min_ps(a, b); }
-inline Vector with_sign_of(Vector a, Vector b) { return _mm256_or_ps(a, _mm256_and_ps(b, _mm256_set1_ps(-0.0f))); }
+inline Vector with_sign_of(Vector a, Vector b) { return _mm256_or_ps(_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a), _mm256_and_ps(b, _mm256_set1_ps(-0.0f))); }
 inline Vector round_even(Vector a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Vector times_two_to(Vector a, Vector n) {
     __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
@@ -202,7 +202,8 @@ inline Vector first_of(Vector v, int64_t count) {
     return load(lanes);
 }
 
-// The sum of `size` numbers: add_to(k, sums) adds a Vector of those from number k on, with zeros after the last one, to `sums`. Number k goes to sum k % SUMS; in the end the upper half of the sums is added to the lower one until one is left.
+// The sum of `size` numbers: add_to(k, sums) adds a Vector of those from number k on, with zeros after the last one, to `sums`. Number k goes to sum
+// k % SUMS; in the end the upper half of the sums is added to the lower one until one is left.
 constexpr int SUMS = 16;
 template <class Add> INLINE float total_of(int64_t size, const Add &add_to) {
     constexpr int PARTS = SUMS / LANES;

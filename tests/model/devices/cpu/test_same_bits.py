@@ -28,8 +28,8 @@ without fused operations have bits of their own.
 def test_every_version_of_the_kernels_gives_the_same_bits(
     quantization: str, dtype: str, version: str
 ) -> None:
-    is_runnable = native._processor_flags().issuperset(native.FEATURES[version])
-    if not is_runnable or native.library(version).isa() == b"unfused":
+    found = native.library(version)
+    if f"kernels_{version}." not in found._name or found.isa() == b"unfused":
         pytest.skip("kernels for other processors, or with other bits")
     options = EngineOptions("cpu", dtype, 1, 16, 600, None, CONTEXT, 64, 512, quantization)
     with torch_threads(2), kernels(version):
