@@ -33,8 +33,8 @@ SPECULATION_EVERY = 3
 """One seed in this many uses speculative decoding."""
 OVERLAP_EVERY = 3
 """One seed in this many launches a step before the previous one has finished."""
-CLIENTS_EVERY = 2
-"""One seed in this many has several clients."""
+ONE_CLIENT_EVERY = 4
+"""One seed in this many has a single client."""
 MASK_SECONDS = (0.0, 0.5, 2.0 * PATIENCE.stall, 0.0, 0.1)
 """The longest that constraints take to answer, by turns of the seed."""
 COMMON = """
@@ -70,7 +70,7 @@ def make(seed: int, record: bool = False) -> World:
     scenario.speculates = seed % SPECULATION_EVERY == 1
     scenario.mask_seconds = MASK_SECONDS[seed % len(MASK_SECONDS)]
     scenario.overlaps = seed % OVERLAP_EVERY == 2
-    if seed % CLIENTS_EVERY:
+    if seed % ONE_CLIENT_EVERY:
         give_clients(scenario, seed)
     return World(scenario, windows, record=record)
 
