@@ -33,6 +33,7 @@ FLAGS_OF_OTHERS = {"x86_64": {"-march"}, "aarch64": {"-mavx2"}}
 AS_CLANG = {
     "-Wno-maybe-uninitialized": "-w",
     "-march=armv8.2-a+dotprod": "-mcpu=generic+v8_2a+dotprod",
+    "-march=armv8.2-a+dotprod+i8mm": "-mcpu=generic+v8_2a+dotprod+i8mm",
 }
 """Flags of gcc -> zig's."""
 EXTENSIONS = re.compile(r"^\[\[tool\.setuptools\.ext-modules\]\]\n(?:(?!\[).*\n)*", re.MULTILINE)

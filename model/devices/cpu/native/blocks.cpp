@@ -11,14 +11,20 @@
 
 #include "product.h"
 
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr int ARM_GROUP = 8;  // smmla takes 8 of each of two rows.
+#else
+constexpr int ARM_GROUP = 4;
+#endif
+
 // GROUP: how many numbers of a column lie side by side, and are multiplied and added up by one instruction. It takes as many of x, STEPS times,
-// each time 4 bytes of a row. In 8 bits numbers are stored plus OFFSET, and sums begin at a correction that depends on x alone.
+// each time UNIT bytes of a row. In 8 bits numbers are stored plus OFFSET, and sums begin at a correction that depends on x alone.
 struct Int8 {
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
     static constexpr int GROUP = 4, OFFSET = 128;  // vpdpbusd takes weights without a sign.
     using Number = int8_t;                         // Of x.
 #elif defined(__aarch64__)
-    static constexpr int GROUP = 4, OFFSET = 0;
+    static constexpr int GROUP = ARM_GROUP, OFFSET = 0;
     using Number = int8_t;
 #else
     static constexpr int GROUP = 2, OFFSET = 0;  // Pairs of products of bytes do not fit into 16 bits: both are widened to 16 first.
@@ -32,8 +38,11 @@ struct Int8 {
 };
 
 struct Int4 {
-#if defined(__AVX2__) || defined(__aarch64__)
+#if defined(__AVX2__)
     static constexpr int GROUP = 4, OFFSET = 0;
+    using Number = int8_t;
+#elif defined(__aarch64__)
+    static constexpr int GROUP = ARM_GROUP, OFFSET = 0;
     using Number = int8_t;
 #else
     static constexpr int GROUP = 2, OFFSET = 0;
@@ -47,8 +56,9 @@ struct Int4 {
 };
 
 template <class Format> constexpr int STEPS = BLOCK / Format::GROUP;
-// Of a row's block: [STEPS, 4] bytes, the correction and the scale. In a tile each of these is there for one row after the other.
-template <class Format> constexpr int64_t X_BYTES = 4 * STEPS<Format> + 8;
+template <class Format> constexpr int UNIT = Format::GROUP * int(sizeof(typename Format::Number));
+// Of a row's block: [STEPS, UNIT] bytes, the correction and the scale. In a tile each of these is there for one row after the other.
+template <class Format> constexpr int64_t X_BYTES = UNIT<Format> * STEPS<Format> + 8;
 
 template <class Number> INLINE Number number_at(const char *p) {
     Number number;
@@ -112,6 +122,64 @@ template <class Format> INLINE Vector floats(Integers sum) {
     return _mm256_cvtepi32_ps(Format::GROUP == 4 ? _mm256_madd_epi16(sum, _mm256_set1_epi16(1)) : sum);
 }
 #endif
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+#define SUMS_IN_REGISTERS
+// Of LANES columns: 8 numbers of each, or the sums of two rows; columns 0 and 1 in one register, 2 and 3 in the other.
+struct Integers {
+    int32x4_t first, last;
+};
+INLINE Integers numbers_at(const char *weights) { return {vld1q_s32((const int32_t *)weights), vld1q_s32((const int32_t *)(weights + 16))}; }
+INLINE Integers bytes_at(const char *weights) { return numbers_at(weights); }
+INLINE Integers low(Integers both) {
+    const int32x4_t ones = vreinterpretq_s32_s8(vdupq_n_s8(15));
+    return {vandq_s32(both.first, ones), vandq_s32(both.last, ones)};
+}
+INLINE int32x4_t upper(int32x4_t both) { return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(both), 4)); }
+INLINE Integers high(Integers both) { return {upper(both.first), upper(both.last)}; }
+INLINE void accumulate(Integers &sum, const Integers &weights, int8x16_t rows) {
+    sum.first = vmmlaq_s32(sum.first, rows, vreinterpretq_s8_s32(weights.first));
+    sum.last = vmmlaq_s32(sum.last, rows, vreinterpretq_s8_s32(weights.last));
+}
+// Of the first or the second of two rows.
+INLINE Vector floats(const Integers &sum, int row) {
+    const int64x2_t first = vreinterpretq_s64_s32(sum.first), last = vreinterpretq_s64_s32(sum.last);
+    return vcvtq_f32_s32(vreinterpretq_s32_s64(row ? vtrn2q_s64(first, last) : vtrn1q_s64(first, last)));
+}
+
+// Integer sums of a block and float sums of a panel for COUNT rows, two together; the last one is by itself where COUNT is odd.
+template <class Format, int COUNT> struct Sums {
+    static constexpr int ROWS = 2 - COUNT % 2, FIRST = COUNT - ROWS;
+    Sums<Format, FIRST> before;
+    Integers left, right;
+    Vector y_left[ROWS], y_right[ROWS];
+    INLINE Sums() { UNROLL for (int r = 0; r < ROWS; r++) y_left[r] = y_right[r] = all(0.0f); }
+    INLINE void begin(const char *corrections) {
+        before.begin(corrections);
+        left = right = {vdupq_n_s32(0), vdupq_n_s32(0)};
+    }
+    INLINE void step(const char *x, const Integers &w_left, const Integers &w_right) {
+        before.step(x, w_left, w_right);
+        const int8_t *own = (const int8_t *)x + UNIT<Format> * FIRST;
+        const int8x16_t rows = ROWS == 2 ? vld1q_s8(own) : vcombine_s8(vld1_s8(own), vdup_n_s8(0));
+        accumulate(left, w_left, rows);
+        accumulate(right, w_right, rows);
+    }
+    INLINE void end(const char *corrections, const char *scales, const Head &head_left, const Head &head_right) {
+        before.end(corrections, scales, head_left, head_right);
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            const char *correction = corrections + 4 * (FIRST + r), *scale = scales + 4 * (FIRST + r);
+            y_left[r] = scaled<Format>(y_left[r], floats(left, r), head_left, correction, scale);
+            y_right[r] = scaled<Format>(y_right[r], floats(right, r), head_right, correction, scale);
+        }
+    }
+    INLINE void put(float (*sums)[PANEL]) const {
+        before.put(sums);
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            store(sums[FIRST + r], y_left[r]);
+            store(sums[FIRST + r] + LANES, y_right[r]);
+        }
+    }
+};
 #elif defined(__aarch64__)
 #define SUMS_IN_REGISTERS
 using Integers = int32x4_t;
@@ -134,6 +202,7 @@ template <class Format> INLINE Vector floats(Integers sum) { return vcvtq_f32_s3
 
 #ifdef SUMS_IN_REGISTERS
 
+#ifndef __ARM_FEATURE_MATMUL_INT8
 // Integer sums of a block and float sums of a panel for COUNT rows, each in registers of its own. (gcc 12 keeps an array of them in memory.)
 template <class Format, int COUNT> struct Sums {
     Sums<Format, COUNT - 1> before;
@@ -162,6 +231,8 @@ template <class Format, int COUNT> struct Sums {
     }
 };
 
+#endif
+
 template <class Format> struct Sums<Format, 0> {
     INLINE void begin(const char *) {}
     INLINE void step(const char *, const Integers &, const Integers &) {}
@@ -171,19 +242,20 @@ template <class Format> struct Sums<Format, 0> {
 
 template <int COUNT> INLINE void pass_block(Sums<Int8, COUNT> &rows, const char *x, const char *weights, Ahead &ahead) {
     ahead.last_line(BLOCK / 4);
-    UNROLL for (int k = 0; k < STEPS<Int8>; k++, x += 4 * COUNT, weights += Int8::GROUP * PANEL) {
+    UNROLL for (int k = 0; k < STEPS<Int8>; k++, x += UNIT<Int8> * COUNT, weights += Int8::GROUP * PANEL) {
         if (k * Int8::GROUP % 4 == 0) ahead.step();
+        if (Int8::GROUP == 8) ahead.step();
         rows.step(x, numbers_at(weights), numbers_at(weights + Int8::GROUP * LANES));
     }
 }
 
 template <int COUNT> INLINE void pass_block(Sums<Int4, COUNT> &rows, const char *x, const char *weights, Ahead &ahead) {
-    UNROLL for (int k = 0; k < STEPS<Int4> / 2; k++, x += 4 * COUNT, weights += 4 * PANEL) {
-        const Integers left = bytes_at(weights), right = bytes_at(weights + 4 * LANES);
-        ahead.step();
+    UNROLL for (int k = 0; k < STEPS<Int4> / 2; k++, x += UNIT<Int4> * COUNT, weights += Int4::GROUP * PANEL) {
+        const Integers left = bytes_at(weights), right = bytes_at(weights + Int4::GROUP * LANES);
+        UNROLL for (int i = 0; i < Int4::GROUP / 4; i++) ahead.step();
         rows.step(x, low(left), low(right));
-        ahead.step();
-        rows.step(x + STEPS<Int4> / 2 * 4 * COUNT, high(left), high(right));
+        UNROLL for (int i = 0; i < Int4::GROUP / 4; i++) ahead.step();
+        rows.step(x + STEPS<Int4> / 2 * UNIT<Int4> * COUNT, high(left), high(right));
     }
 }
 
@@ -191,7 +263,7 @@ template <class Format, int COUNT>
 __attribute__((noinline)) static void sum_panel(const char *x, const char *panel, int64_t num_blocks, Ahead ahead, float (*sums)[PANEL]) {
     Sums<Format, COUNT> rows;
     for (int64_t b = 0; b < num_blocks; b++, panel += Format::BYTES, x += X_BYTES<Format> * COUNT) {
-        const char *corrections = x + 4 * STEPS<Format> * COUNT, *scales = corrections + 4 * COUNT;
+        const char *corrections = x + UNIT<Format> * STEPS<Format> * COUNT, *scales = corrections + 4 * COUNT;
         rows.begin(corrections);
         pass_block(rows, x, panel + Format::HEAD, ahead);
         rows.end(corrections, scales, Head::of<Format>(panel, 0), Head::of<Format>(panel, 1));
@@ -220,7 +292,7 @@ template <class Format, int COUNT> static void add_dots(const char *x, const cha
 template <class Format, int COUNT> static void sum_panel(const char *x, const char *panel, int64_t num_blocks, Ahead, float (*sums)[PANEL]) {
     memset(sums, 0, COUNT * sizeof sums[0]);
     for (int64_t b = 0; b < num_blocks; b++, panel += Format::BYTES, x += X_BYTES<Format> * COUNT) {
-        const char *corrections = x + 4 * STEPS<Format> * COUNT, *scales = corrections + 4 * COUNT;
+        const char *corrections = x + UNIT<Format> * STEPS<Format> * COUNT, *scales = corrections + 4 * COUNT;
         int32_t dots[COUNT][PANEL] = {};
         add_dots<Format, COUNT>(x, panel + Format::HEAD, dots);
         for (int half = 0; half < 2; half++) {
@@ -299,10 +371,12 @@ template <class Format> static void prepare(const Product &p, char *tiles, int64
         for (int64_t k = 0; k < whole; k += BLOCK, tile += X_BYTES<Format> * span.count) {
             const QuantizedBlock<typename Format::Number> block = quantize_block<typename Format::Number>(row + k);
             const typename Format::Correction correction = Format::correction(block.sum);
-            char *to = tile + 4 * (m - span.first);
-            for (int i = 0; i < STEPS<Format>; i++, to += 4 * span.count) memcpy(to, block.numbers + Format::GROUP * i, 4);
-            memcpy(to, &correction, 4);
-            memcpy(to + 4 * span.count, &block.scale, 4);
+            constexpr int unit = UNIT<Format>;
+            const int64_t row = m - span.first;
+            for (int i = 0; i < STEPS<Format>; i++) memcpy(tile + (i * span.count + row) * unit, block.numbers + Format::GROUP * i, unit);
+            char *rest = tile + STEPS<Format> * span.count * unit + 4 * row;
+            memcpy(rest, &correction, 4);
+            memcpy(rest + 4 * span.count, &block.scale, 4);
         }
     }
 }

@@ -116,12 +116,18 @@ inline Vector times_two_to(Vector a, Vector n) {
 inline Vector of_integers(const int32_t *p) { return _mm256_cvtepi32_ps(_mm256_loadu_si256((const __m256i *)p)); }
 #elif defined(__aarch64__)
 #include <arm_neon.h>
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#define ISA "i8mm"
+constexpr int BLOCK_ROWS = 8;
+#else
 #if defined(__ARM_FEATURE_DOTPROD)
 #define ISA "dotprod"
 #else
 #define ISA "neon"
 #endif
-constexpr int LANES = 4, TILE_ROWS = 6, TILE_VECTORS = 4, PRODUCT_ROWS = 14, BLOCK_ROWS = 7;
+constexpr int BLOCK_ROWS = 7;
+#endif
+constexpr int LANES = 4, TILE_ROWS = 6, TILE_VECTORS = 4, PRODUCT_ROWS = 14;
 using Vector = float32x4_t;
 inline Vector load(const float *p) { return vld1q_f32(p); }
 inline Vector load(const Bfloat16 *p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16((const uint16_t *)p), 16)); }
