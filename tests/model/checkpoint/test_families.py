@@ -112,6 +112,7 @@ def greedy(checkpoint: FamilyCheckpoint, prompt: list[int], count: int) -> list[
     return tokens
 
 
+@pytest.mark.slow
 def test_200_greedy_tokens(checkpoint: FamilyCheckpoint) -> None:
     prompt = random_ids(checkpoint, 37)
     core = make_core(checkpoint, num_pages=700)  # type: ignore[arg-type]
