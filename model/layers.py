@@ -138,16 +138,14 @@ def _largest(x_TE: Tensor, count: int) -> Tensor:
     return x_TE.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
-# Computed in float64, where differences of processors almost never show in the float32 result.
-
-
 def _softmax(x: Tensor) -> Tensor:
+    """In float64, where differences of processors almost never show in the float32 result."""
     return x.softmax(-1, torch.float64).float()
 
 
 def _sigmoid(x: Tensor) -> Tensor:
     """Instead of torch.sigmoid, which computes the last numbers of a tensor differently: a token's
-    score would depend on its place.
+    score would depend on its place. In float64, as _softmax.
     """
     return (1.0 / (1.0 + (-x.double()).exp())).float()
 

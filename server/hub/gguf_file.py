@@ -26,7 +26,7 @@ CONVERSION = "2"
 refuses.
 """
 LEFT_SECONDS = 3600.0
-"""Age from which on an unfinished folder is nobody's."""
+"""Seconds after its last change for which an unfinished folder may belong to a running process."""
 log = logging.getLogger("onehead")
 
 

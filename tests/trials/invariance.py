@@ -10,9 +10,9 @@ server: all requests are streamed over HTTP at once, undisturbed and with the en
 middle; every number on the wire is compared between the two, and with the reference as far as the
 wire has it. The pass `float32`, of checkpoints that are stored in 16 bits, is each request alone in
 an engine that widens the weights when it reads them; `kernels`, each request alone by every version
-of the CPU kernels that this processor runs. The digest of the reference is the same on every
-processor, of a checkpoint's files: a random one is another on another processor. Writes invariance.json into DIR. Exit status 1 where a bit differs or where what a pass
-is about did not take place.
+of the CPU kernels that this processor runs. With --model the digest of the reference is the same on
+every processor; the random checkpoint's weights are not. Writes invariance.json into DIR. Exit
+status 1 where a bit differs or where what a pass is about did not take place.
 """  # noqa: E501
 
 import argparse
