@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from bench.gpu.serve import step, watch
-from cache.layout import CacheLayout
 from cache.pool import KVPool
 from commands.bench.figures import circumstances
 from model.checkpoint.families import read_spec
@@ -128,18 +127,10 @@ def make_worker(num_sequences: int, num_tokens: int, most_captured: int = 0) -> 
     captured.
     """
     spec = read_spec(EMBEDDED_MODEL)
-    layout = CacheLayout.of(spec.num_layers, spec.windows, PAGE_SIZE)
+    layout = spec.layout(PAGE_SIZE)
     num_pages = num_sequences * layout.most_pages(num_tokens, STEP_TOKENS)
     # Nothing is ever written to it, so that it takes no memory.
-    pool = KVPool.allocate(
-        layout,
-        num_pages,
-        spec.key_dim,
-        spec.value_dim,
-        torch.float32,
-        CPU,
-        value_in_key=spec.value_in_key,
-    )
+    pool = KVPool.allocate(layout, num_pages, torch.float32, CPU)
     backend = create_backend("triton-fast", pool, spec.attention_scale, spec.num_query_heads)
     runner = ModelRunner(
         cast(Any, Nothing(spec)),

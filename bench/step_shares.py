@@ -38,9 +38,10 @@ import torch
 from commands.bench.figures import circumstances
 from model.batch import build_batch
 from model.checkpoint.families import read_spec
+from model.devices.backend import Plans
 from model.devices.cpu.huge_pages import HugePages
 from model.devices.cpu.products import PackedLinear
-from model.devices.cpu.program import Program
+from model.devices.cpu.program import RecordedForward
 from model.devices.cpu.recording import ATTEND, PRODUCT, Operation
 from model.options import EngineOptions
 from model.runner.runner import ModelRunner
@@ -107,8 +108,8 @@ def load(folder: Path, quantization: str, threads: int, pages: int) -> ModelRunn
         "cpu", "auto", threads, PAGE_SIZE, pages, None, 4096, 64, 4096, quantization
     )
     runner = ModelRunner.load(folder, read_spec(folder), options)
-    for held in (runner.pool.keys_LPSd, runner.pool.values_LPSv):
-        held.copy_(torch.randn(held.shape, generator=torch.Generator().manual_seed(0)))
+    held = runner.pool.numbers_PN
+    held.copy_(torch.randn(held.shape, generator=torch.Generator().manual_seed(0)))
     return runner
 
 
@@ -153,39 +154,39 @@ def kind_of(operation: Operation, named: dict[int, str]) -> str:
 
 
 class Part:
-    """A program that has only some of the operations."""
+    """A forward pass that has only some of the operations."""
 
-    def __init__(self, program: Program, operations: Iterable[Operation]) -> None:
-        self._program, chosen = program, list(operations)
+    def __init__(self, forward: RecordedForward, operations: Iterable[Operation]) -> None:
+        self._forward, chosen = forward, list(operations)
         self._operations = (Operation * len(chosen))(*chosen)
 
     def __call__(self, *arguments: Any) -> None:
-        whole = self._program._operations
-        self._program._operations = self._operations
+        program = self._forward.whole
+        whole, program._operations = program._operations, self._operations
         try:
-            self._program(*arguments)
+            self._forward(*arguments)
         finally:
-            self._program._operations = whole
+            program._operations = whole
 
 
 def timed_parts(runner: ModelRunner, plan: StepPlan) -> dict[str, Callable[[], object]]:
     """What is measured of a step, by name. `nothing` is the program without operations, which every
     part has besides its own.
     """
-    program = runner.forward
-    assert isinstance(program, Program), "this model's layers are not one call"
+    forward = runner.forward
+    assert isinstance(forward, RecordedForward), "this model's layers are not one call"
     batch = build_batch(plan, runner.pool.layout, runner.device.upload)
-    attended, named = runner.backend.plan(batch), names(runner)
+    attended, named = Plans.of(runner.backend, batch), names(runner)
     kinds: dict[str, list[Operation]] = {"nothing": []}
-    for operation in program._operations:
+    for operation in forward.whole._operations:
         kinds.setdefault(kind_of(operation, named), []).append(operation)
-    states = program(batch, attended)[batch.sampled_S].clone()
+    states = forward(batch, attended)[batch.sampled_S].clone()
     found: dict[str, Callable[[], object]] = {
         "whole": lambda: runner.run(plan),
-        "layers": lambda: program(batch, attended),
+        "layers": lambda: forward(batch, attended),
     }
     for kind, operations in kinds.items():
-        part = Part(program, operations)
+        part = Part(forward, operations)
         found[kind] = lambda part=part: part(batch, attended)  # type: ignore[misc]
     found["logits"] = lambda: runner.decoder.logits(states)
     return found

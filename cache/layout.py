@@ -1,16 +1,16 @@
 """CacheLayout: which layers' keys and values share a page, and how many pages a sequence takes.
 Pure arithmetic, no torch.
 
-A page holds K and V of `page_size` tokens in `layers_per_page` layers. Layers that keep K and V of
-the same token positions, because they have the same window or none, form a group; a model without
-sliding windows is one group whose pages hold all layers. With windows, every group's layers are
-stacked into pages of equal size (the greatest common divisor of the groups' sizes), so that one
-free list serves all groups and no memory is reserved for either kind.
+A page holds K and V of `page_size` tokens in some layers. Layers that keep K and V of the same
+token positions in the same number of columns form a group; a model whose layers are all alike is
+one group whose pages hold all layers. Else every group's layers are stacked into pages of equal
+size, so that one free list serves all groups and no memory is reserved for any of them. A layer
+that reads the keys and values of another has that one's place and takes no memory.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import gcd
+from typing import NamedTuple
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
@@ -18,13 +18,29 @@ def pages_for(num_tokens: int, page_size: int) -> int:
     return -(-num_tokens // page_size)
 
 
+class Columns(NamedTuple):
+    """Columns of one token's key and value in one layer."""
+
+    key: int
+    value: int
+    value_in_key: bool = False
+    """The value is the first columns of the key, and takes no memory of its own."""
+
+    @property
+    def stored(self) -> int:
+        """Numbers that a token takes."""
+        return self.key + (0 if self.value_in_key else self.value)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that keep keys and values of the same token positions."""
+    """Layers that keep keys and values of the same token positions, in the same columns."""
 
     layers: tuple[int, ...]
     window: int | None
     """Keys that a token attends to, its own included; None: no limit."""
+    columns: Columns
+    layers_per_page: int
     num_stacks: int
     """Pages that `page_size` tokens of all these layers take."""
 
@@ -50,29 +66,49 @@ class CacheLayout:
 
     page_size: int
     groups: tuple[LayerGroup, ...]
-    layers_per_page: int
+    token_numbers: int
+    """Numbers of a page for each of its tokens: those of the layers that share it."""
     places: tuple[Place, ...]
     """The place of each layer."""
 
     @classmethod
-    def of(cls, num_layers: int, windows: Sequence[int | None], page_size: int) -> "CacheLayout":
+    def of(
+        cls,
+        num_layers: int,
+        windows: Sequence[int | None],
+        page_size: int,
+        columns: Sequence[Columns] = (),
+        sources: Sequence[int] = (),
+    ) -> "CacheLayout":
         """The layout of a model. `windows`: the window of each layer, or empty where no layer has
-        one.
+        one. `columns`: of each layer, or empty where only counts of pages are of interest.
+        `sources`: for each layer the one whose keys and values it reads, or empty where all have
+        their own.
         """
-        by_window: dict[int | None, list[int]] = {}
+        kinds: dict[tuple[int | None, Columns], list[int]] = {}
         for layer in range(num_layers):
-            by_window.setdefault(windows[layer] if windows else None, []).append(layer)
-        per_page = gcd(*(len(layers) for layers in by_window.values()))
+            if not sources or sources[layer] == layer:
+                window = windows[layer] if windows else None
+                kind = window, columns[layer] if columns else Columns(1, 1)
+                kinds.setdefault(kind, []).append(layer)
+        numbers = _numbers([(each.stored, len(layers)) for (_, each), layers in kinds.items()])
         groups = tuple(
-            LayerGroup(tuple(layers), window, len(layers) // per_page)
-            for window, layers in by_window.items()
+            LayerGroup(
+                tuple(layers),
+                window,
+                each,
+                per_page := numbers // each.stored,
+                pages_for(len(layers), per_page),
+            )
+            for (window, each), layers in kinds.items()
         )
         places = {
-            layer: Place(number, index // per_page, index % per_page)
+            layer: Place(number, *divmod(index, group.layers_per_page))
             for number, group in enumerate(groups)
             for index, layer in enumerate(group.layers)
         }
-        return cls(page_size, groups, per_page, tuple(places[layer] for layer in range(num_layers)))
+        read = sources or range(num_layers)
+        return cls(page_size, groups, numbers, tuple(places[layer] for layer in read))
 
     @property
     def stacks(self) -> list[LayerGroup]:
@@ -121,3 +157,16 @@ class CacheLayout:
                 else (low, middle - 1)
             )
         return low
+
+
+def _numbers(groups: Sequence[tuple[int, int]]) -> int:
+    """The numbers of a token in a page, so that groups of layers, (numbers of a token in one layer,
+    layers) each, take the least memory and then the fewest pages.
+    """
+    widest = max(width for width, _ in groups)
+    sizes = {width * count for width, most in groups for count in range(1, most + 1)}
+
+    def memory(size: int) -> int:
+        return size * sum(pages_for(count, size // width) for width, count in groups)
+
+    return min((size for size in sizes if size >= widest), key=lambda size: (memory(size), -size))

@@ -17,7 +17,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from cache.layout import CacheLayout
 from cache.pool import bytes_per_page
 from commands.convert import convert
 from commands.forms import ITEM_BYTES, bytes_of_more_heads, stored, weight_bytes
@@ -216,8 +215,8 @@ def _fit(
     """Sequences of each length that a cache holds: `left` bytes with one key/value head, and with
     those that it is compared with.
     """
-    layout = CacheLayout.of(spec.num_layers, spec.windows, options.page_size)
-    page_bytes = bytes_per_page(layout, spec.key_dim, spec.value_dim, spec.value_in_key, itemsize)
+    layout = spec.layout(options.page_size)
+    page_bytes = bytes_per_page(layout, itemsize)
     # The same layout, windows and all, with pages as much larger as keys and values of more heads
     # make them.
     multi_head_bytes = (
@@ -306,12 +305,14 @@ def show(made: Plan, console: Console, measured: Measured | str) -> None:
         f"[bold]{spec.model_type}[/bold]: {made.parameters:,} parameters, {spec.num_layers} "
         f"layers{seen}"
     )
+    columns = {spec.columns_of(layer): None for layer in range(spec.num_storing_layers)}
+    widths = " and ".join(str(each.key) for each in columns)
     heads = (
         f"{spec.num_query_heads} query heads, {made.heads} key/value "
-        f"head{'s' if made.heads > 1 else ''} of {spec.key_dim}"
+        f"head{'s' if made.heads > 1 else ''} of {widths}"
     )
     console.print(
-        f"{heads}{' (the value is its beginning)' if spec.value_in_key else ''}; up to "
+        f"{heads}{' (the value is its beginning)' if spec.latent else ''}; up to "
         f"{spec.max_positions:,} tokens"
     )
     if made.heads > 1:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from model.layers import Linear, RMSNorm, Rotation, norm
 from model.spec import Latent, ModelSpec
 
-Attend = Callable[[int, Tensor, Tensor, Tensor, Rotation | None], Tensor]
+Attend = Callable[[int, Tensor, Tensor | None, Tensor | None, Rotation | None], Tensor]
 """(layer, q_THd, k_Td, v_Td, rotation) -> o_THd. K and V have no head axis: there is one KV head.
-With a rotation, queries and keys still have to be rotated: a backend that stores keys can do that
+Without them the layer reads those that another one has stored. With a rotation, queries and keys still have to be rotated: a backend that stores keys can do that
 in the same kernel, others call `rotation.both`.
 """
 
@@ -30,18 +30,26 @@ class MultiQueryAttention(nn.Module):
     projection.
 
     `qkv` is one matrix whose rows are the H query heads, then K, then V: of its (H + 2) * d rows
-    only 2 * d feed the cache.
+    only 2 * d feed the cache. In a layer that reads what another stores it has queries alone.
     """
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
         self.num_query_heads = spec.num_query_heads
-        self.head_dim = spec.head_dim
-        query_size = spec.num_query_heads * spec.head_dim
-        self.qkv = Linear(spec.hidden_size, query_size + 2 * spec.head_dim, bias=spec.qkv_bias)
+        self.head_dim = head_dim = spec.head_dim_of(layer)
+        self.stores = layer < spec.num_storing_layers
+        query_size = spec.num_query_heads * head_dim
+        stored_size = 2 * head_dim if self.stores else 0
+        self.qkv = Linear(spec.hidden_size, query_size + stored_size, bias=spec.qkv_bias)
         self.out = Linear(query_size, spec.hidden_size, bias=spec.out_bias)
-        self.query_norm = norm(spec, spec.head_dim) if spec.query_key_norm else None
-        self.key_norm = norm(spec, spec.head_dim) if spec.query_key_norm else None
+        normed = spec.query_key_norm
+        self.query_norm = norm(spec, head_dim) if normed else None
+        self.key_norm = norm(spec, head_dim) if normed and self.stores else None
+        self.value_norm = (
+            RMSNorm(head_dim, spec.norm_epsilon, weighted=False)
+            if spec.value_norm and self.stores
+            else None
+        )
         self.norm_heads = norm_heads
         """Replaced by devices with a kernel for it."""
 
@@ -50,22 +58,24 @@ class MultiQueryAttention(nn.Module):
     ) -> Tensor:
         """x_TD -> y_TD, for tokens of any number of sequences, concatenated."""
         query_size = self.num_query_heads * self.head_dim
-        q_TE, k_Td, v_Td = torch.split_with_sizes(
-            self.qkv(x_TD), (query_size, self.head_dim, self.head_dim), dim=-1
-        )
+        sizes = [query_size, self.head_dim, self.head_dim] if self.stores else [query_size]
+        q_TE, *stored = torch.split_with_sizes(self.qkv(x_TD), sizes, dim=-1)
         q_THd = q_TE.view(*q_TE.shape[:-1], self.num_query_heads, self.head_dim)
-        if self.query_norm is not None and self.key_norm is not None:
+        k_Td, v_Td = stored or (None, None)
+        if self.query_norm is not None:
             q_THd, k_Td = self.norm_heads(q_THd, k_Td, self.query_norm, self.key_norm)
+        if self.value_norm is not None:
+            v_Td = self.value_norm(v_Td)
         o_THd = attend(layer, q_THd, k_Td, v_Td, rotation)
         y_TD: Tensor = self.out(o_THd.flatten(-2))
         return y_TD
 
 
 def norm_heads(
-    q_THd: Tensor, k_Td: Tensor, query_norm: nn.Module, key_norm: nn.Module
-) -> tuple[Tensor, Tensor]:
-    """Normalises each query head and the key."""
-    return query_norm(q_THd), key_norm(k_Td)
+    q_THd: Tensor, k_Td: Tensor | None, query_norm: nn.Module, key_norm: nn.Module | None
+) -> tuple[Tensor, Tensor | None]:
+    """Normalises each query head and the key, if there is one."""
+    return query_norm(q_THd), None if key_norm is None else key_norm(k_Td)
 
 
 class LatentAttention(nn.Module):

@@ -1,15 +1,17 @@
 """StepPlan -> the tensors of one step, which are discarded after it.
 
-Shape letters: T tokens of the step, S draws.
+Shape letters: T tokens of the step, K those of them whose logits are wanted, S draws.
 """
 
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from cache.layout import CacheLayout
@@ -33,14 +35,29 @@ class Batch:
     those before its drafts."""
     firsts: tuple[int, ...]
     """Index on T of each row's first token."""
+    tail: "BatchTail | None" = None
+    """The tokens that pass the layers after those that store keys and values, if not all do."""
 
     @property
     def rows(self) -> tuple[Row, ...]:
         return self.plan.rows
 
 
-def build_batch(plan: StepPlan, layout: CacheLayout, upload: Upload) -> Batch:
-    """The tensors of `plan`, on the device to which `upload` copies."""
+class BatchTail(NamedTuple):
+    """Of each row of a step the tokens from the first one on whose logits are wanted."""
+
+    rows_K: Tensor
+    """Their indices on T."""
+    batch: Batch
+    """As a step of its own."""
+
+
+def build_batch(
+    plan: StepPlan, layout: CacheLayout, upload: Upload, has_tail: bool = False
+) -> Batch:
+    """The tensors of `plan`, on the device to which `upload` copies. `has_tail`: whether the model
+    has layers that only tokens pass whose logits are wanted.
+    """
     ids, positions, sampled, firsts = list[Any](), list[Any](), list[int](), [0]
     if plan.decode is not None:
         num_rows = len(plan.decode)
@@ -59,4 +76,41 @@ def build_batch(plan: StepPlan, layout: CacheLayout, upload: Upload) -> Batch:
     ids_T, positions_T = (
         upload(torch.from_numpy(np.concatenate(x, dtype=np.int64))) for x in (ids, positions)
     )
-    return Batch(plan, layout, ids_T, positions_T, upload(sampled, torch.long), tuple(firsts[:-1]))
+    tail = _tail(plan, layout, upload, ids_T, positions_T) if has_tail else None
+    sampled_S = upload(sampled, torch.long)
+    return Batch(plan, layout, ids_T, positions_T, sampled_S, tuple(firsts[:-1]), tail)
+
+
+def _tail(
+    plan: StepPlan, layout: CacheLayout, upload: Upload, ids_T: Tensor, positions_T: Tensor
+) -> BatchTail | None:
+    """None where all tokens belong to it."""
+    num_decoding = 0 if plan.decode is None else len(plan.decode)
+    rows, kept, end = list[Row](), [*range(num_decoding)], num_decoding
+    for row in plan.listed:
+        first = _first_wanted(row)
+        kept += range(end + first, end := end + len(row.tokens))
+        if first < len(row.tokens):
+            rows.append(replace(row, tokens=row.tokens[first:], start=row.start + first))
+    if len(kept) == end:
+        return None
+    rows_K = upload(kept, torch.long)
+    counts = [1] * num_decoding + [len(row.tokens) for row in rows]
+    return BatchTail(
+        rows_K,
+        Batch(
+            StepPlan(tuple(rows), decode=plan.decode),
+            layout,
+            ids_T[rows_K],
+            positions_T[rows_K],
+            upload((), torch.long),
+            tuple(accumulate(counts, initial=0))[:-1],
+        ),
+    )
+
+
+def _first_wanted(row: Row) -> int:
+    """The first of a row's tokens whose logits are wanted; their number if none are."""
+    count = len(row.tokens)
+    sampled = count if row.sample is None else count - 1 - row.drafts
+    return sampled if row.scoring is None else min(sampled, row.scoring.first)

@@ -5,11 +5,14 @@ The tokens of all sequences are concatenated on one axis; there is no batch axis
 prefill or decode. Invariant: a token's output depends on its id, its position and what `attend`
 lets it attend to.
 
-Shape letters: T tokens of the step, S rows whose logits are wanted, D hidden size, V vocabulary.
+Shape letters: T tokens of the step, K those of them whose logits are wanted, S rows of logits, D
+hidden size, L layers, P columns of a layer's input, V vocabulary.
 """
 
 from collections import Counter
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +25,21 @@ from model.layers import (
     MixtureOfExperts,
     RotaryTable,
     Rotation,
+    add,
     add_norm,
     norm,
 )
 from model.spec import ModelSpec
+
+
+class Tail(NamedTuple):
+    """The tokens of a step that pass the layers after the last one that stores keys and values:
+    those whose logits are wanted.
+    """
+
+    rows_K: Tensor
+    """Their indices on T."""
+    attend: Attend
 
 
 class Block(nn.Module):
@@ -40,15 +54,27 @@ class Block(nn.Module):
         self.parallel, self.residual_scale = spec.parallel, spec.residual_scale
         self.attention_norm = norm(spec)
         self.attention = (
-            MultiQueryAttention(spec) if spec.latent is None else LatentAttention(spec, spec.latent)
+            MultiQueryAttention(spec, layer)
+            if spec.latent is None
+            else LatentAttention(spec, spec.latent)
         )
         self.mlp_norm = None if spec.shared_norm else norm(spec)
         dense = spec.experts is None or layer < spec.experts.first_layer
         self.mlp = (
-            MLP(spec) if dense or spec.experts is None else MixtureOfExperts(spec, spec.experts)
+            MLP(spec, spec.intermediate_size_of(layer))
+            if dense or spec.experts is None
+            else MixtureOfExperts(spec, spec.experts)
         )
         self.attention_branch_norm = norm(spec) if spec.branch_norms else None
         self.mlp_branch_norm = norm(spec) if spec.branch_norms else None
+        self.layer_input = None
+        """A narrow MLP whose activations are multiplied by the columns that the layer is given of
+        each token (Gemma 3n and 4)."""
+        if spec.layer_input_size:
+            ungated = replace(spec, gated_mlp=False, mlp_bias=False)
+            self.layer_input = MLP(ungated, spec.layer_input_size)
+        self.layer_input_norm = norm(spec) if spec.layer_input_size else None
+        self.scale = nn.Parameter(torch.ones(1)) if spec.layer_scale else None
         self.add_norm = add_norm
         """Replaced by devices with a kernel for it."""
 
@@ -60,9 +86,10 @@ class Block(nn.Module):
         attend: Attend,
         rotation: Rotation | None,
         next_norm: nn.Module,
+        input_TP: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The residual stream and its `attention_norm` -> the stream after this block and its
-        `next_norm`.
+        `next_norm`. `input_TP`: the columns that the layer is given of each token.
         """
         attended = self.attention(normed_TD, layer, attend, rotation), self.attention_branch_norm
         if self.parallel or self.mlp_norm is None:
@@ -71,9 +98,14 @@ class Block(nn.Module):
                 x_TD, [attended, (fed_TD, self.mlp_branch_norm)], self.residual_scale, next_norm
             )
         x_TD, normed_TD = self.add_norm(x_TD, [attended], self.residual_scale, self.mlp_norm)
-        return self.add_norm(
-            x_TD, [(self.mlp(normed_TD), self.mlp_branch_norm)], self.residual_scale, next_norm
-        )
+        fed = self.mlp(normed_TD), self.mlp_branch_norm
+        if self.layer_input is not None:
+            x_TD = add(x_TD, fed, self.residual_scale)
+            fed = self.layer_input(x_TD, input_TP), self.layer_input_norm
+        if self.scale is None:
+            return self.add_norm(x_TD, [fed], self.residual_scale, next_norm)
+        x_TD = torch.mul(add(x_TD, fed, self.residual_scale), self.scale)
+        return x_TD, next_norm(x_TD)
 
 
 class Decoder(nn.Module):
@@ -88,11 +120,14 @@ class Decoder(nn.Module):
         self.position_embedding = (
             Embedding(spec.max_positions, spec.hidden_size) if spec.rotary is None else None
         )
+        self.layer_inputs = LayerInputs(spec) if spec.layer_input_size else None
         self.blocks = nn.ModuleList(self.block(spec, layer) for layer in range(spec.num_layers))
         self.final_norm = norm(spec)
         self.head = (
             None if spec.tied_embeddings else Linear(spec.hidden_size, spec.vocab_size, bias=False)
         )
+        self.cap = cap
+        """Replaced by devices with a kernel for it."""
         self._rotary = None if spec.rotary is None else RotaryTable(spec.rotary)
         self._window_rotary = (
             self._rotary if spec.window_rotary is None else RotaryTable(spec.window_rotary)
@@ -109,10 +144,40 @@ class Decoder(nn.Module):
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
         self.num_parts_run = 0
 
-    def forward(self, token_ids_T: Tensor, position_ids_T: Tensor, attend: Attend) -> Tensor:
-        """Ids and positions of T tokens -> their last hidden states x_TD, normalised."""
+    def forward(
+        self,
+        token_ids_T: Tensor,
+        position_ids_T: Tensor,
+        attend: Attend,
+        tail: Tail | None = None,
+    ) -> Tensor:
+        """Ids and positions of T tokens -> their last hidden states x_TD, normalised. With `tail`
+        only those of its rows are; the others are what the last layer that stores keys and values
+        has left.
+        """
         x_TD = self.embed(token_ids_T, position_ids_T)
-        return self.run_blocks(x_TD, self.rotations(position_ids_T, x_TD.dtype), attend)
+        rotations = self.rotations(position_ids_T, x_TD.dtype)
+        inputs = self.inputs(token_ids_T, x_TD)
+        num_layers, num_storing = self.spec.num_layers, self.spec.num_storing_layers
+        normed_TD = self.norm_before(0)(x_TD)
+        if tail is None:
+            _, normed_TD = self.run_blocks(
+                x_TD, normed_TD, rotations, attend, inputs, range(num_layers)
+            )
+            return normed_TD
+        x_TD, normed_TD = self.run_blocks(
+            x_TD, normed_TD, rotations, attend, inputs, range(num_storing)
+        )
+        rows_K = tail.rows_K
+        _, last_KD = self.run_blocks(
+            x_TD[rows_K],
+            normed_TD[rows_K],
+            [None if rotation is None else rotation.of(rows_K) for rotation in rotations],
+            tail.attend,
+            {layer: x_TP[rows_K] for layer, x_TP in inputs.items() if layer >= num_storing},
+            range(num_storing, num_layers),
+        )
+        return x_TD.index_copy_(0, rows_K, last_KD)
 
     def embed(self, token_ids_T: Tensor, position_ids_T: Tensor) -> Tensor:
         """Ids and positions -> x_TD, the input of the first block."""
@@ -124,38 +189,57 @@ class Decoder(nn.Module):
             x_TD = x_TD + self.position_embedding(position_ids_T)
         return x_TD
 
-    def rotations(
-        self, position_ids_T: Tensor, dtype: torch.dtype
-    ) -> tuple[Rotation | None, Rotation | None]:
+    def inputs(self, token_ids_T: Tensor, x_TD: Tensor) -> dict[int, Tensor]:
+        """Ids and `embed`'s output -> for each layer the columns that it is given of each token,
+        input_TP; empty where layers are given none.
+        """
+        if self.layer_inputs is None:
+            return {}
+        return dict(enumerate(self.layer_inputs(token_ids_T, x_TD).unbind(1)))
+
+    def rotations(self, position_ids_T: Tensor, dtype: torch.dtype) -> list[Rotation | None]:
         """The rotary embedding of positions, in layers without a window and in those with one; None
         where there is none.
         """
         if self._rotary is None or self._window_rotary is None:
-            return None, None
+            return [None, None]
         rotation = self._rotary(position_ids_T, dtype)
-        return rotation, rotation if self._window_rotary is self._rotary else self._window_rotary(
-            position_ids_T, dtype
-        )
+        if self._window_rotary is self._rotary:
+            return [rotation, rotation]
+        return [rotation, self._window_rotary(position_ids_T, dtype)]
+
+    def norm_before(self, layer: int) -> nn.Module:
+        """The norm that this layer reads; after the last one the final norm."""
+        block: Any = self.blocks[layer] if layer < len(self.blocks) else None
+        found: nn.Module = self.final_norm if block is None else block.attention_norm
+        return found
 
     def run_blocks(
-        self, x_TD: Tensor, rotations: tuple[Rotation | None, Rotation | None], attend: Attend
-    ) -> Tensor:
-        """All blocks, one after another. -> the final norm of the residual stream"""
-        blocks: list[Any] = list(self.blocks)
-        norms = [*(block.attention_norm for block in blocks), self.final_norm]
-        normed_TD: Tensor = norms[0](x_TD)
-        for layer, block in enumerate(blocks):
-            x_TD, normed_TD = block(
+        self,
+        x_TD: Tensor,
+        normed_TD: Tensor,
+        rotations: Sequence[Rotation | None],
+        attend: Attend,
+        inputs: Mapping[int, Tensor],
+        layers: range,
+    ) -> tuple[Tensor, Tensor]:
+        """These blocks, one after another. The residual stream and the norm before the first of
+        them -> the stream and the norm after the last. `inputs`: what `inputs` returns of these
+        layers.
+        """
+        for layer in layers:
+            x_TD, normed_TD = self.blocks[layer](
                 x_TD,
                 normed_TD,
                 layer,
                 attend,
                 # torch 2.11 compiles no index by a truth value.
                 rotations[int(self.spec.window(layer) is not None)],
-                norms[layer + 1],
+                self.norm_before(layer + 1),
+                inputs.get(layer),
             )
             self.num_parts_run += 1
-        return normed_TD
+        return x_TD, normed_TD
 
     def logits(self, x_SD: Tensor) -> Tensor:
         """Hidden states -> logits_SV. Give it only the rows that need them: the head is a large
@@ -167,7 +251,38 @@ class Decoder(nn.Module):
         logits_SV: Tensor = (
             self.token_embedding.logits(x_SD) if self.head is None else self.head(x_SD)
         )
-        return logits_SV
+        return (
+            logits_SV if self.spec.logit_cap is None else self.cap(logits_SV, self.spec.logit_cap)
+        )
+
+
+class LayerInputs(nn.Module):
+    """The columns that each layer is given of a token (Gemma 3n and 4): the sum of a row of a table
+    and a normalised projection of the token's embedding.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.num_layers, self.size = spec.num_layers, spec.layer_input_size
+        self.table: nn.Module = Embedding(spec.layer_input_vocab_size, spec.num_layers * self.size)
+        self.projection = Linear(spec.hidden_size, spec.num_layers * self.size, bias=False)
+        self.norm = norm(spec, self.size)
+        self.scale = spec.hidden_size**-0.5
+
+    def forward(self, token_ids_T: Tensor, x_TD: Tensor) -> Tensor:
+        """-> inputs_TLP, for each of L layers"""
+        shape = (-1, self.num_layers, self.size)
+        row_TLP = self.table(token_ids_T).view(shape)
+        # Rounded to the dtype first, as these models were trained.
+        factor = torch.tensor(self.size**0.5, dtype=row_TLP.dtype)
+        projected_TLP = self.norm((self.projection(x_TD) * self.scale).view(shape))
+        inputs_TLP: Tensor = (row_TLP * factor + projected_TLP) * 2.0**-0.5
+        return inputs_TLP
+
+
+def cap(logits_SV: Tensor, most: float) -> Tensor:
+    """Bounds logits softly: z -> most * tanh(z / most)."""
+    return (logits_SV / most).tanh() * most
 
 
 def meta_decoder(spec: ModelSpec) -> Decoder:

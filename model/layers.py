@@ -48,9 +48,8 @@ class MLP(nn.Module):
     rows, then the rows whose product the activated gate multiplies.
     """
 
-    def __init__(self, spec: ModelSpec, intermediate_size: int | None = None) -> None:
+    def __init__(self, spec: ModelSpec, size: int) -> None:
         super().__init__()
-        size = intermediate_size or spec.intermediate_size
         self.up = Linear(spec.hidden_size, 2 * size if spec.gated_mlp else size, bias=spec.mlp_bias)
         self.down = Linear(size, spec.hidden_size, bias=spec.mlp_bias)
         self.activation = spec.activation
@@ -58,9 +57,13 @@ class MLP(nn.Module):
         self.between: Callable[[Tensor], Tensor] | None = self._activated
         """The activation; None if `up` applies it itself (devices.replacement.FusedLinear)."""
 
-    def forward(self, x_TD: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor, factor_TF: Tensor | None = None) -> Tensor:
+        """x_TD -> y_TD. `factor_TF` multiplies what the activation gives."""
         hidden_TF = self.up(x_TD)
-        y_TD: Tensor = self.down(hidden_TF if self.between is None else self.between(hidden_TF))
+        hidden_TF = hidden_TF if self.between is None else self.between(hidden_TF)
+        if factor_TF is not None:
+            hidden_TF = torch.mul(hidden_TF, factor_TF)
+        y_TD: Tensor = self.down(hidden_TF)
         return y_TD
 
     def _activated(self, x: Tensor) -> Tensor:
@@ -167,14 +170,16 @@ class RMSNorm(nn.Module):
 
     centred, bias = False, None
 
-    def __init__(self, size: int, epsilon: float, offset: float = 0.0) -> None:
+    def __init__(
+        self, size: int, epsilon: float, offset: float = 0.0, weighted: bool = True
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.full((size,), 1.0 - offset))
-        self.epsilon, self.offset = epsilon, offset
+        self.weight = nn.Parameter(torch.full((size,), 1.0 - offset)) if weighted else None
+        self.size, self.epsilon, self.offset = size, epsilon, offset
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.float() + self.offset if self.offset else self.weight.float()
-        return F.rms_norm(x.float(), weight.shape, weight, self.epsilon).to(x.dtype)
+        weight = None if self.weight is None else self.weight.float() + self.offset
+        return F.rms_norm(x.float(), (self.size,), weight, self.epsilon).to(x.dtype)
 
 
 def norm(spec: ModelSpec, size: int | None = None) -> nn.Module:
@@ -189,16 +194,22 @@ Branch = tuple[Tensor, Any]
 """The output of attention or an MLP, and the norm of it, if there is one."""
 
 
+def add(x_TD: Tensor, branch: Branch, scale: float) -> Tensor:
+    """Adds a scaled branch to the residual stream."""
+    branch_TD, branch_norm = branch
+    return torch.add(
+        x_TD, branch_TD if branch_norm is None else branch_norm(branch_TD), alpha=scale
+    )
+
+
 def add_norm(
     x_TD: Tensor, branches: Sequence[Branch], scale: float, next_norm: nn.Module
 ) -> tuple[Tensor, Tensor]:
     """Adds scaled branches to the residual stream, one after another. -> the stream, and its
     `next_norm`
     """
-    for branch_TD, branch_norm in branches:
-        x_TD = torch.add(
-            x_TD, branch_TD if branch_norm is None else branch_norm(branch_TD), alpha=scale
-        )
+    for branch in branches:
+        x_TD = add(x_TD, branch, scale)
     return x_TD, next_norm(x_TD)
 
 
@@ -238,9 +249,15 @@ class Rotation:
             [a_Thr * cosine_T1r - b_Thr * sine_T1r, b_Thr * cosine_T1r + a_Thr * sine_T1r], dim=-1
         )
 
-    def both(self, q_Thd: Tensor, k_Td: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotates queries and the one key, for backends that do not fuse this. -> q_Thd, k_Td"""
-        return self(q_Thd), self(k_Td[:, None])[:, 0]
+    def of(self, rows_K: Tensor) -> "Rotation":
+        """Of these tokens."""
+        return Rotation(self.cosine_Tr[rows_K], self.sine_Tr[rows_K], self.interleaved)
+
+    def both(self, q_Thd: Tensor, k_Td: Tensor | None) -> tuple[Tensor, Any]:
+        """Rotates queries and the one key, if there is one, for backends that do not fuse this. ->
+        q_Thd, k_Td
+        """
+        return self(q_Thd), None if k_Td is None else self(k_Td[:, None])[:, 0]
 
 
 class RotaryTable:

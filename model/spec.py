@@ -7,6 +7,8 @@ tensors and no torch.
 
 from dataclasses import dataclass
 
+from cache.layout import CacheLayout, Columns
+
 
 class OptionError(ValueError):
     """Options that contradict each other, the data or the hardware; the message names them."""
@@ -25,6 +27,7 @@ class Rotary:
     """
 
     inverse_frequencies: tuple[float, ...]
+    """0 for a pair that does not turn."""
     scale: float = 1.0
     """Multiplies cosine and sine (YaRN, Peng et al. 2023, section 3.4)."""
     interleaved: bool = False
@@ -118,6 +121,24 @@ class ModelSpec:
     windows: tuple[int | None, ...] = ()
     """For each layer the number of keys a token attends to, its own included; None, or an empty
     tuple, is no limit."""
+    wide_head_dim: int | None = None
+    """Columns of a head in layers without a window, if others have `head_dim`."""
+    value_norm: bool = False
+    """The value is normalised, by an RMS norm without weights."""
+    kv_sources: tuple[int, ...] = ()
+    """For each layer the one whose keys and values it reads; an empty tuple: each has its own. Own
+    ones come first: no layer after one that reads another's has its own."""
+    intermediate_sizes: tuple[int, ...] = ()
+    """For each layer, if not all have `intermediate_size`."""
+    layer_input_size: int = 0
+    """Columns that every layer is given of each token, which depend on its id and its embedding
+    alone; 0: none."""
+    layer_input_vocab_size: int = 0
+    """Rows of the table of these."""
+    layer_scale: bool = False
+    """The residual stream is multiplied by a number of its own after each layer."""
+    logit_cap: float | None = None
+    """Logits z become cap * tanh(z / cap)."""
     latent: Latent | None = None
     experts: Experts | None = None
     num_unread_layers: int = 0
@@ -130,29 +151,40 @@ class ModelSpec:
         """
         return self.windows[layer] if self.windows else None
 
-    @property
-    def key_dim(self) -> int:
-        """Columns of a cached key."""
-        return self.head_dim if self.latent is None else self.latent.rank + self.latent.rotary_dim
+    def head_dim_of(self, layer: int) -> int:
+        """Columns of a query head of this layer."""
+        wide = self.wide_head_dim
+        return self.head_dim if wide is None or self.window(layer) is not None else wide
+
+    def intermediate_size_of(self, layer: int) -> int:
+        """Columns within the MLP of this layer."""
+        return self.intermediate_sizes[layer] if self.intermediate_sizes else self.intermediate_size
 
     @property
-    def value_dim(self) -> int:
-        """Columns of a value."""
-        return self.head_dim if self.latent is None else self.latent.rank
+    def num_storing_layers(self) -> int:
+        """Layers, the first ones, that have keys and values of their own. Of a token whose logits
+        are not wanted nothing else is computed.
+        """
+        return len(set(self.kv_sources)) if self.kv_sources else self.num_layers
 
-    @property
-    def value_in_key(self) -> bool:
-        """Whether the value is the first columns of the key and takes no memory of its own."""
-        return self.latent is not None
+    def columns_of(self, layer: int) -> Columns:
+        """Columns of a cached key and value of this layer."""
+        if self.latent is not None:
+            rank = self.latent.rank
+            return Columns(rank + self.latent.rotary_dim, rank, value_in_key=True)
+        return Columns(self.head_dim_of(layer), self.head_dim_of(layer))
+
+    def layout(self, page_size: int) -> CacheLayout:
+        """How its keys and values lie in pages of so many tokens."""
+        columns = [self.columns_of(layer) for layer in range(self.num_layers)]
+        return CacheLayout.of(self.num_layers, self.windows, page_size, columns, self.kv_sources)
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of K and V that one token takes over all layers, as long as it is within every
         layer's window. With latent attention the value lies in the key.
         """
-        return (
-            self.num_layers
-            * (self.key_dim + (0 if self.value_in_key else self.value_dim))
-            * itemsize
+        return sum(
+            self.columns_of(layer).stored * itemsize for layer in range(self.num_storing_layers)
         )
 
     def contexts(self) -> list[int]:
@@ -170,9 +202,9 @@ class ModelSpec:
     def multi_head_bytes_per_token(self, itemsize: int) -> int:
         """Bytes that the same token would occupy with a key and a value for every query head."""
         latent = self.latent
-        both = (
-            2 * self.head_dim
+        numbers = (
+            sum(2 * self.head_dim_of(layer) for layer in range(self.num_storing_layers))
             if latent is None
-            else latent.plain_dim + latent.rotary_dim + latent.value_dim
+            else self.num_layers * (latent.plain_dim + latent.rotary_dim + latent.value_dim)
         )
-        return self.num_layers * self.num_query_heads * both * itemsize
+        return self.num_query_heads * numbers * itemsize

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.gpu.common import CASES, HEADS, Part, captured, timed
-from cache.layout import CacheLayout, pages_for
+from cache.layout import CacheLayout, Columns, pages_for
 from cache.pool import KVPool
 from model.batch import build_batch
 from model.devices import create_backend, find_device
@@ -42,7 +42,7 @@ COLD_BYTES, MOST_LAYERS = 2 * 10**9, 24
 
 def backend_name(pool: KVPool, heads: int) -> str:
     """Ours on a GPU is what serves there; on a CPU Triton's interpreter where it is installed."""
-    if pool.keys_LPSd.device.type != "cpu":
+    if pool.numbers_PN.device.type != "cpu":
         return find_device("cuda").backend_for(pool, heads)
     return "triton" if find_spec("triton") is not None else "reference"
 
@@ -62,14 +62,12 @@ class Problem:
         self.num_bytes = 2 * sum(contexts) * head_dim * dtype.itemsize
         self.layers = layers_of(self.num_bytes) if device == "cuda" else 1
         self.upload = find_device(device).upload
-        self.layout = CacheLayout.of(self.layers, (), PAGE_SIZE)
+        columns = [Columns(head_dim, head_dim)] * self.layers
+        self.layout = CacheLayout.of(self.layers, (), PAGE_SIZE, columns)
         counts = [pages_for(context, PAGE_SIZE) for context in contexts]
-        self.pool = KVPool.allocate(
-            self.layout, sum(counts), head_dim, head_dim, dtype, torch.device(device)
-        )
+        self.pool = KVPool.allocate(self.layout, sum(counts), dtype, torch.device(device))
         torch.manual_seed(0)
-        self.pool.keys_LPSd.normal_()
-        self.pool.values_LPSv.normal_()
+        self.pool.numbers_PN.normal_()
         self.pages = random.Random(0).sample(range(sum(counts)), sum(counts))
         pages = iter(self.pages)
         self.rows = [
@@ -83,7 +81,7 @@ class Problem:
     def whole(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V [B, 1, L, d], as if pages lay in their order."""
         k_B1Ld, v_B1Ld = (
-            x.view(len(self.rows), 1, -1, self.head_dim) for x in self.pool.layer(layer)
+            x.reshape(len(self.rows), 1, -1, self.head_dim) for x in self.pool.layer(layer)
         )
         return k_B1Ld, v_B1Ld
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bench.gpu.attention import NEAR, backend_name
 from bench.gpu.common import Part, at_once, engine, pages_of
-from cache.layout import CacheLayout, pages_for
+from cache.layout import CacheLayout, Columns, pages_for
 from cache.pool import KVPool
 from model.checkpoint.families import read_spec
 from model.decode import DecodeTable
@@ -83,9 +83,8 @@ SAMPLINGS = (
 
 def kernels_of(part: Part, heads: int, key_dim: int, dtype: torch.dtype) -> str:
     """The backend that is checked."""
-    pool = KVPool.allocate(
-        CacheLayout.of(1, (), PAGE_SIZE), 1, key_dim, key_dim, dtype, torch.device(part.device)
-    )
+    layout = CacheLayout.of(1, (), PAGE_SIZE, [Columns(key_dim, key_dim)])
+    pool = KVPool.allocate(layout, 1, dtype, torch.device(part.device))
     return backend_name(pool, heads)
 
 
@@ -318,11 +317,10 @@ def tokens_of(runner: ModelRunner, plan: StepPlan) -> list[SampledToken]:
 
 def fill(pool: KVPool) -> None:
     """Random keys and values in every page, so that a wrong page gives a wrong answer."""
-    for x in (pool.keys_LPSd, pool.values_LPSv):
-        if x.dtype is torch.float8_e4m3fn:
-            x.view(torch.uint8).random_(0x28, 0x40)
-        else:
-            x.normal_()
+    if pool.dtype is torch.float8_e4m3fn:
+        pool.numbers_PN.view(torch.uint8).random_(0x28, 0x40)
+    else:
+        pool.numbers_PN.normal_()
 
 
 def check_replays(part: Part, name: str, options: dict[str, Any]) -> None:

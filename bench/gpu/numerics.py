@@ -16,7 +16,6 @@ from torch import Tensor
 
 from bench.gpu.attention import backend_name
 from bench.gpu.common import Part, engine, pages_of
-from cache.layout import CacheLayout
 from cache.pool import KVPool
 from model.batch import build_batch
 from model.checkpoint.families import read_spec
@@ -48,15 +47,9 @@ class Model:
             else Products()
         )
         self.decoder = load_decoder(folder, spec, dtype, torch.device(device), products)
-        layout = CacheLayout.of(spec.num_layers, spec.windows, PAGE_SIZE)
-        self.pool = KVPool.allocate(
-            layout,
-            POSITIONS // PAGE_SIZE * layout.pages_per_block,
-            spec.key_dim,
-            spec.value_dim,
-            dtype,
-            torch.device(device),
-        )
+        layout = spec.layout(PAGE_SIZE)
+        num_pages = POSITIONS // PAGE_SIZE * layout.pages_per_block
+        self.pool = KVPool.allocate(layout, num_pages, dtype, torch.device(device))
         self.backend = create_backend(
             backend or backend_name(self.pool, heads), self.pool, spec.attention_scale, heads
         )

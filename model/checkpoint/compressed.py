@@ -111,6 +111,9 @@ class CompressedMatrix:
         with named(self.path, name):
             check_finite(into)
 
+    def stored(self, name: str) -> None:
+        """None: it is in several tensors."""
+
     def raw_blocks(self, name: str) -> RawBlocks:
         """The rows in GGUF's blocks, with scales in float16; see Reader."""
         return "Q4_1" if "zero_point" in self._stored else "Q4_0", self._raw()

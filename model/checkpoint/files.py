@@ -9,9 +9,11 @@ that names the file. It knows no keys, no torch, and not what a missing file mea
 import json
 import os
 import stat
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from model.checkpoint.names import Entry
 from model.spec import CheckpointError
 
 # Several times what the largest published checkpoints have, and small enough to be parsed in a few
@@ -110,6 +112,20 @@ def read_exactly(path: Path, begin: int, into: memoryview, what: str) -> None:
                 done += count
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Stored(Entry):
+    """A tensor called `name` in the file at `path`. `dtype` is the name of its type there, `shape`
+    has the outermost axis first, as in torch, `begin` is its first byte in the file.
+    """
+
+    path: Path
+    name: str
+
+    def read(self, into: memoryview, first: int = 0) -> None:
+        """Fills a buffer with the tensor's bytes from number `first` on. Raises CheckpointError."""
+        read_exactly(self.path, self.begin + first, into, self.name)
 
 
 def read_text(path: Path, most: int) -> str | None:

@@ -67,13 +67,12 @@ def outer_names(spec: ModelSpec) -> Names:
     return renamed(modules)
 
 
-def attention_names(spec: ModelSpec, ours: str, theirs: str) -> Names:
-    """q_proj, k_proj, v_proj and o_proj of a layer."""
-    sizes = {
-        "q_proj": spec.num_query_heads * spec.head_dim,
-        "k_proj": spec.head_dim,
-        "v_proj": spec.head_dim,
-    }
+def attention_names(spec: ModelSpec, ours: str, theirs: str, layer: int) -> Names:
+    """q_proj and o_proj of a layer, and where it stores keys and values k_proj and v_proj."""
+    width = spec.head_dim_of(layer)
+    sizes = {"q_proj": spec.num_query_heads * width}
+    if layer < spec.num_storing_layers:
+        sizes |= {"k_proj": width, "v_proj": width}
     names = stacked(
         f"{ours}.qkv", {f"{theirs}.{name}": rows for name, rows in sizes.items()}, spec.qkv_bias
     )
@@ -82,7 +81,7 @@ def attention_names(spec: ModelSpec, ours: str, theirs: str) -> Names:
     )
 
 
-def latent_names(spec: ModelSpec, ours: str, theirs: str) -> Names:
+def latent_names(spec: ModelSpec, ours: str, theirs: str, layer: int) -> Names:
     """The projections of a layer's latent attention under DeepSeek's names."""
     assert spec.latent is not None
     names = renamed(
@@ -148,11 +147,11 @@ def llama_names(spec: ModelSpec, norms: dict[str, str] | None = None) -> Names:
     for layer in range(spec.num_layers):
         ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
         names |= renamed({f"{ours}.{norm}": f"{theirs}.{name}" for norm, name in norms.items()})
-        names |= attention(spec, f"{ours}.attention", f"{theirs}.self_attn")
+        names |= attention(spec, f"{ours}.attention", f"{theirs}.self_attn", layer)
         if spec.experts is not None and layer >= spec.experts.first_layer:
             names |= expert_names(spec, f"{ours}.mlp", f"{theirs}.mlp")
         else:
             names |= gated_mlp_names(
-                f"{ours}.mlp", f"{theirs}.mlp", spec.intermediate_size, spec.mlp_bias
+                f"{ours}.mlp", f"{theirs}.mlp", spec.intermediate_size_of(layer), spec.mlp_bias
             )
     return names

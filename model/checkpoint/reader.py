@@ -8,6 +8,7 @@ from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
+from model.checkpoint.files import Stored
 from model.checkpoint.names import Entry
 
 RawBlocks: TypeAlias = tuple[str, Iterator[Tensor]]
@@ -35,6 +36,11 @@ class Reader(Protocol):
     def read(self, name: str, into: Tensor, first: int = 0) -> None:
         """Fills `into`, a contiguous CPU tensor of the entry's dtype, with elements from number
         `first` on, the first of a row. Raises CheckpointError, also for NaN and infinity.
+        """
+
+    def stored(self, name: str) -> Stored | None:
+        """Where the tensor lies as it is in one file, in its own dtype or quantized type; None if
+        it does not.
         """
 
     def raw_blocks(self, name: str) -> RawBlocks | None:

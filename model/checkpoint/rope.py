@@ -68,9 +68,10 @@ def rotary_of(
         )
     scaling = Config({}, path) if scaling is None else scaling
     base = scaling.number("rope_theta", base)
-    scaling.only("partial_rotary_factor", 1, 1.0, why="onehead rotates whole heads")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     scaling.get("type")
+    if kind != "proportional":
+        scaling.only("partial_rotary_factor", 1, 1.0, why="onehead rotates whole heads")
     if not isinstance(kind, str) or kind not in _SCALINGS:
         raise CheckpointError(
             f"{scaling.path}: rope_type is {short(kind)}; supported: {', '.join(_SCALINGS)}"
@@ -81,7 +82,9 @@ def rotary_of(
         )
     except ArithmeticError:
         frequencies, scale, most = [math.inf], math.inf, max_positions
-    if not all(0 < value < MOST_RADIANS for value in (*frequencies, scale)):
+    # Of proportional ones some pairs do not turn.
+    turning = [f for f in frequencies if f or kind != "proportional"]
+    if not all(0 < value < MOST_RADIANS for value in (*turning, scale)):
         raise CheckpointError(
             f"{scaling.path}: rope_theta {base} and what scales it for rope_type {kind!r} give "
             "angles that are no numbers"
@@ -106,6 +109,18 @@ def _plain(scaling: Config, frequencies: tuple[float, ...], base: float, most: i
 def _linear(scaling: Config, frequencies: tuple[float, ...], base: float, most: int) -> _Scaled:
     factor = scaling.number("factor")
     return [f / factor for f in frequencies], 1.0, most
+
+
+def _proportional(
+    scaling: Config, frequencies: tuple[float, ...], base: float, most: int
+) -> _Scaled:
+    """Gemma 4: the first pairs turn as if all did, a share of them, and the rest do not."""
+    share, factor = scaling.number("partial_rotary_factor", 1.0), scaling.number("factor", 1.0)
+    num_turning = int(share * 2 * len(frequencies) // 2)
+    if not 0 < num_turning <= len(frequencies):
+        raise scaling.wrong("partial_rotary_factor", "a share of a head of at least two columns")
+    turning = [f / factor for f in frequencies[:num_turning]]
+    return turning + [0.0] * (len(frequencies) - num_turning), 1.0, most
 
 
 def _llama3(scaling: Config, frequencies: tuple[float, ...], base: float, most: int) -> _Scaled:
@@ -177,6 +192,7 @@ def _longrope(scaling: Config, frequencies: tuple[float, ...], base: float, most
 _SCALINGS = {
     "default": _plain,
     "linear": _linear,
+    "proportional": _proportional,
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,

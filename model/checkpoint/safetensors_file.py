@@ -20,7 +20,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from model.checkpoint.files import SAFETENSORS, first_bytes, other_kind, read_exactly
+from model.checkpoint.files import SAFETENSORS, Stored, first_bytes, other_kind, read_exactly
 from model.checkpoint.names import Entry
 from model.spec import CheckpointError
 
@@ -99,6 +99,11 @@ class SafetensorsFile:
         )
         with named(self.path, name):
             check_finite(into)
+
+    def stored(self, name: str) -> Stored:
+        """Its place in this file; see Reader."""
+        entry = self.entries[name]
+        return Stored(entry.dtype, entry.shape, entry.begin, entry.num_bytes, self.path, name)
 
     def raw_blocks(self, name: str) -> None:
         """None: nothing is stored in GGUF's blocks."""

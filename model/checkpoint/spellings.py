@@ -15,6 +15,8 @@ TYPES: dict[str, dict[str, Any]] = {
     "RefinedWeb": {"model_type": "falcon", "new_decoder_architecture": True},
 }
 """Falcon-7B and Falcon-40B as first published, before `transformers` had the family."""
+TEXT_TYPES = {"gemma3": "gemma3_text", "gemma4": "gemma4"}
+"""Models that read more than text, and how what their text_config describes is called here."""
 _GPT = {
     "hidden_size": "n_embd",
     "max_position_embeddings": "n_positions",
@@ -39,10 +41,9 @@ KEYS = {
 def respelt(values: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a config.json as the families read them. Raises CheckpointError."""
     found = dict(values)
-    if found.get("model_type") == "gemma3" and isinstance(
-        text := found.pop("text_config", None), Mapping
-    ):
-        found |= {"model_type": "gemma3_text", **text}
+    kind = found.get("model_type")
+    if kind in TEXT_TYPES and isinstance(text := found.pop("text_config", None), Mapping):
+        found |= {**text, "model_type": TEXT_TYPES[kind]}
     kind = found.get("model_type")
     found |= TYPES.get(kind, {}) if isinstance(kind, str) else {}
     for other, name in KEYS.get(str(found.get("model_type")), {}).items():

@@ -12,6 +12,7 @@ from functools import reduce
 from itertools import accumulate, chain
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from model.checkpoint.files import (
     LFS,
     MOST_CONFIG_BYTES,
     MOST_LIST_BYTES,
+    Stored,
     first_bytes,
     read_text,
 )
@@ -31,13 +33,14 @@ from model.checkpoint.gguf.repack import kept_in, repack, repacks
 from model.checkpoint.gguf.split import MAX_LISTED, gguf_in
 from model.checkpoint.gguf.weights import GGUFWeights
 from model.checkpoint.identity import INDEX, SINGLE, file_digest, weight_names
+from model.checkpoint.mapped import MappedRows
 from model.checkpoint.names import Entry, Part
 from model.checkpoint.reader import RawBlocks, Reader
 from model.checkpoint.safetensors_file import DTYPES, MAX_TENSORS, SafetensorsFile, named
 from model.decoder import Decoder, meta_decoder
 from model.devices.blocks import FORMATS
 from model.devices.products import Products
-from model.devices.replacement import Held, RowMatrix
+from model.devices.replacement import Held, RowMatrix, StoredTable
 from model.spec import CheckpointError, ModelSpec
 
 # Buffers in older checkpoints: causal masks and rotary frequencies, which the decoder computes.
@@ -137,6 +140,15 @@ class Checkpoint:
         """The rows of a part as GGUF's quantization blocks; see Reader.raw_blocks."""
         return None if part.transposed else self.files[part.name].raw_blocks(part.name)
 
+    def stored(self, part: Part) -> Stored:
+        """Where a part lies as it is in one file. Raises CheckpointError where it does not."""
+        found = self.files[part.name].stored(part.name)
+        if found is None:
+            raise CheckpointError(
+                f"{self.files[part.name].path}: {part.name} is packed; expected it as it was"
+            )
+        return found
+
     def held_as(self, part: Part) -> Held:
         """The format that holds the blocks of a GGUF file's matrix, else the dtype."""
         raw = self.raw_blocks(part) if self.gguf else None
@@ -223,6 +235,9 @@ def _put(
     """
     module_name, _, leaf = name.rpartition(".")
     module = decoder.get_submodule(module_name)
+    if isinstance(module, StoredTable):
+        module.rows = MappedRows(checkpoint.stored(parts[0]))
+        return []
     stored = checkpoint.dtype(parts)
     if isinstance(module, RowMatrix) and leaf == "weight":
         held = [checkpoint.held_as(part) if keeps_blocks else stored for part in parts]
@@ -328,6 +343,9 @@ def is_ignored(name: str, spec: ModelSpec) -> bool:
     decoder.
     """
     if name.endswith(IGNORED_SUFFIXES) or (name == TIED_DUPLICATE and spec.tied_embeddings):
+        return True
+    family: Any = family_of(spec.model_type)
+    if hasattr(family, "is_ignored") and family.is_ignored(name, spec):
         return True
     layer = re.match(r"model\.layers\.(\d{1,5})\.", name)
     return layer is not None and 0 <= int(layer[1]) - spec.num_layers < spec.num_unread_layers

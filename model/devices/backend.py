@@ -4,12 +4,25 @@ Shape letters: T tokens of the step, H query heads, d columns of a head.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from model.batch import Batch
 from model.layers import Rotation
+
+
+class Plans(NamedTuple):
+    """What `Backend.plan` says of a step."""
+
+    all_tokens: Any
+    tail: Any = None
+    """Of the tokens of Batch.tail, if there is one."""
+
+    @classmethod
+    def of(cls, backend: "Backend", batch: Batch) -> "Plans":
+        tail = batch.tail
+        return cls(backend.plan(batch), None if tail is None else backend.plan(tail.batch))
 
 
 class Backend(Protocol):
@@ -41,12 +54,13 @@ class Backend(Protocol):
         plan: Any,
         layer: int,
         q_THd: Tensor,
-        k_Td: Tensor,
-        v_Td: Tensor,
+        k_Td: Tensor | None,
+        v_Td: Tensor | None,
         rotation: Rotation | None = None,
     ) -> Tensor:
         """Stores K and V of the step's tokens in their slots, then attends: a token at position p
         attends to positions 0 .. p of its sequence, or to those of them within the layer's window.
-        With a rotation, Q and K are rotated first. -> o_THd.
+        With a rotation, Q and K are rotated first. Without K and V nothing is stored: the layer
+        reads what another one did. -> o_THd.
         """
         ...

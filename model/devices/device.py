@@ -11,7 +11,7 @@ them, D hidden size, N settings of a row, R results of a row.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from cache.pool import KVPool
 from model.batch import Batch, Numbers
-from model.decoder import Decoder
-from model.devices.backend import Backend
+from model.decoder import Decoder, Tail
+from model.devices.backend import Backend, Plans
 from model.devices.products import Products
 from model.step import Sample, StepPlan
 
@@ -29,9 +29,9 @@ MEMORY_ERRORS = "out of memory", "ALLOC_FAILED", "can't allocate memory"
 
 Key = tuple[int, int, int]
 """Seed, choice and output index: all that the randomness of a draw depends on."""
-Forward = Callable[[Batch, Any], Tensor]
-"""(the rows of a step, the backend's plan for it) -> their last hidden states x_TD, valid until the
-next call"""
+Forward = Callable[[Batch, Plans], Tensor]
+"""(the rows of a step, the backend's plans for it) -> their last hidden states x_TD, valid until the
+next call; of tokens that are not in the batch's tail, if it has one, those that they leave with"""
 
 
 class Event(Protocol):
@@ -151,9 +151,14 @@ class Device:
 
     def forward(self, decoder: Decoder, backend: Backend) -> Forward:
         """What computes a step's hidden states, over the backend's pages."""
-        return lambda batch, plan: decoder(
-            batch.token_ids_T, batch.position_ids_T, partial(backend.run, plan)
-        )
+
+        def run(batch: Batch, plans: Plans) -> Tensor:
+            tail = batch.tail and Tail(batch.tail.rows_K, partial(backend.run, plans.tail))
+            attend = partial(backend.run, plans.all_tokens)
+            x_TD: Tensor = decoder(batch.token_ids_T, batch.position_ids_T, attend, tail)
+            return x_TD
+
+        return run
 
     def num_parts_run(self) -> int:
         """A number that grows while a step is computed, where the decoder does not count its

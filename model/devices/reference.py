@@ -38,8 +38,8 @@ class ReferenceBackend:
         plan: Batch,
         layer: int,
         q_THd: Tensor,
-        k_Td: Tensor,
-        v_Tv: Tensor,
+        k_Td: Tensor | None,
+        v_Tv: Tensor | None,
         rotation: Rotation | None = None,
     ) -> Tensor:
         if rotation is not None:
@@ -54,11 +54,12 @@ class ReferenceBackend:
             )
             for row, first in zip(plan.rows, plan.firsts, strict=True)
         ]
-        for span, position_n, pages_p in rows:
-            slots_n = pages_p[position_n // size] * size + position_n % size
-            self.pool.write(layer, slots_n.to(k_Td.device), k_Td[span], v_Tv[span])
+        if k_Td is not None and v_Tv is not None:
+            for span, position_n, pages_p in rows:
+                slots_n = pages_p[position_n // size] * size + position_n % size
+                self.pool.write(layer, slots_n.to(k_Td.device), k_Td[span], v_Tv[span])
         keys_PSd, values_PSv = self.pool.layer(layer)
-        o_THv = q_THd.new_empty(*q_THd.shape[:-1], v_Tv.shape[-1])
+        o_THv = q_THd.new_empty(*q_THd.shape[:-1], values_PSv.shape[-1])
         for span, position_n, pages_p in rows:
             end = int(position_n[-1]) + 1
             first_page = group.first_seen(int(position_n[0])) // size

@@ -54,6 +54,18 @@ def _parameter(value: Tensor) -> nn.Parameter:
     return nn.Parameter(value, requires_grad=False)
 
 
+class StoredTable(nn.Module):
+    """Replaces an embedding table of which a step reads few rows: they stay in the checkpoint's
+    file. The loader sets `rows`.
+    """
+
+    rows: Callable[[Tensor], Tensor]
+    """Ids -> rows_TD, as float32."""
+
+    def forward(self, ids_T: Tensor) -> Tensor:
+        return self.rows(ids_T)
+
+
 class NormReplacement(nn.Module):
     """Holds the parameters and constants of a norm."""
 

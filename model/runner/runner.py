@@ -26,7 +26,7 @@ from model.checkpoint.weights import Report, load_decoder
 from model.decode import DecodeStep
 from model.decoder import Decoder
 from model.devices import create_backend, find_device
-from model.devices.backend import Backend
+from model.devices.backend import Backend, Plans
 from model.devices.device import Device, Stream, lack_of_memory
 from model.devices.replacement import RowMatrix
 from model.options import EngineOptions
@@ -117,11 +117,8 @@ class ModelRunner:
         is not there, or if its pages cannot hold one token of a sequence.
         """
         spec = decoder.spec
-        layout = CacheLayout.of(spec.num_layers, spec.windows, options.page_size)
-        itemsize = _pool(spec, layout, 1, options, device, META).keys_LPSd.itemsize
-        page_bytes = bytes_per_page(
-            layout, spec.key_dim, spec.value_dim, spec.value_in_key, itemsize
-        )
+        layout = spec.layout(options.page_size)
+        page_bytes = bytes_per_page(layout, _pool(layout, 1, options, device, META).dtype.itemsize)
         # Steps are measured before free memory is: the first ones load libraries, whose memory
         # stays taken.
         steps = 0 if options.pages else _step_bytes(decoder, device, options, layout)
@@ -147,7 +144,7 @@ class ModelRunner:
                 "cache.pages or cache.memory"
             )
         try:
-            pool = _pool(spec, layout, num_pages, options, device)
+            pool = _pool(layout, num_pages, options, device)
             backend = _backend(spec, pool, device, options)
         except (RuntimeError, MemoryError) as error:
             if isinstance(error, RuntimeError):
@@ -270,7 +267,9 @@ class ModelRunner:
         captured = self._launch_captured(plan)
         if captured is not None:
             return captured
-        batch = build_batch(plan, self.pool.layout, self.device.upload)
+        spec = self.decoder.spec
+        has_tail = spec.num_storing_layers < spec.num_layers
+        batch = build_batch(plan, self.pool.layout, self.device.upload, has_tail)
         num_decoding = len(batch.firsts) - len(plan.listed)
         pending = PendingStep(plan.listed, batch.firsts[num_decoding:], num_decoding)
         work = partial(
@@ -278,7 +277,7 @@ class ModelRunner:
             plan,
             pending,
             batch,
-            self.backend.plan(batch),
+            Plans.of(self.backend, batch),
             self._pending_tokens(plan, pending),
         )
         if self._stream is None:
@@ -345,11 +344,11 @@ class ModelRunner:
         plan: StepPlan,
         pending: PendingStep,
         batch: Batch,
-        attended: Any,
+        attended: Plans,
         taken: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None:
-        """All that the device does for a step that is launched kernel by kernel. `attended` is the
-        backend's plan.
+        """All that the device does for a step that is launched kernel by kernel. `attended`: the
+        backend's plans.
         """
         if taken is not None:
             places, sources = taken
@@ -401,19 +400,16 @@ class ModelRunner:
 
 
 def _pool(
-    spec: ModelSpec,
     layout: CacheLayout,
     num_pages: int,
     options: EngineOptions,
     device: Device,
     place: torch.device | None = None,
 ) -> KVPool:
-    sizes, dtypes = (num_pages, spec.key_dim, spec.value_dim), device.dtypes(options.dtype)
+    dtypes = device.dtypes(options.dtype)
     stored_as = FLOAT8 if options.cache_dtype == "fp8" else dtypes.cache
     place = place or device.torch_device
-    return KVPool.allocate(
-        layout, *sizes, dtypes.compute, place, value_in_key=spec.value_in_key, stored_as=stored_as
-    )
+    return KVPool.allocate(layout, num_pages, dtypes.compute, place, stored_as=stored_as)
 
 
 def _backend(spec: ModelSpec, pool: KVPool, device: Device, options: EngineOptions) -> Backend:
@@ -431,7 +427,7 @@ def _step_bytes(
     """
 
     def prepare() -> Any:
-        pool = _pool(decoder.spec, layout, layout.pages_per_block, options, device)
+        pool = _pool(layout, layout.pages_per_block, options, device)
         return partial(
             _try, ModelRunner(decoder, pool, _backend(decoder.spec, pool, device, options), device)
         )
@@ -497,14 +493,15 @@ def _check_options(spec: ModelSpec, options: EngineOptions, device: Device) -> N
         device.check_float8()
     if not options.deterministic:
         return
-    layout = CacheLayout.of(spec.num_layers, spec.windows, options.page_size)
-    pool = _pool(spec, layout, 1, options, device, META)
+    layout = spec.layout(options.page_size)
+    pool = _pool(layout, 1, options, device, META)
     found = device.backend_for(pool, spec.num_query_heads, options.deterministic)
     if found != device.invariant_backend:
         raise OptionError(
             f"engine.deterministic is true, but attention by {found!r} on {device.name}, with "
             f"pages of {options.page_size} and keys of "
-            f"{spec.key_dim} columns in {str(pool.keys_LPSd.dtype).removeprefix('torch.')}, is "
+            f"{max(group.columns.key for group in layout.groups)} columns in "
+            f"{str(pool.dtype).removeprefix('torch.')}, is "
             "not batch-invariant; expected "
             f"{device.invariant_backend_needs}"
         )

@@ -86,7 +86,7 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
             "longer requests are refused; see cache.memory"
         )
         log.warning(short, limits.capacity, max_context)
-    kv_dtype, forms = runner.pool.keys_LPSd.dtype, runner.decoder.block_forms
+    kv_dtype, forms = runner.pool.dtype, runner.decoder.block_forms
     ready = protocol.Ready(
         model_type=spec.model_type,
         dtype=str(runner.dtype).removeprefix("torch."),

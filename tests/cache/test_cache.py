@@ -105,15 +105,12 @@ def test_a_table_grows_by_what_is_missing_and_releases_once() -> None:
 def test_layers_with_a_window_share_pages_of_equal_size_with_the_others() -> None:
     """Gemma-3-1b: 22 layers with a window of 512, 4 without; -270m: 15 and 3."""
     layout = CacheLayout.of(26, [None if (layer + 1) % 6 == 0 else 512 for layer in range(26)], 64)
-    assert layout.layers_per_page == 2 and [
-        (group.window, group.num_stacks) for group in layout.groups
-    ] == [(512, 11), (None, 2)]
-    assert (
-        CacheLayout.of(
-            18, [None if (layer + 1) % 6 == 0 else 512 for layer in range(18)], 64
-        ).layers_per_page
-        == 3
-    )
+    assert [(group.window, group.layers_per_page, group.num_stacks) for group in layout.groups] == [
+        (512, 2, 11),
+        (None, 2, 2),
+    ]
+    small = CacheLayout.of(18, [None if (layer + 1) % 6 == 0 else 512 for layer in range(18)], 64)
+    assert [group.layers_per_page for group in small.groups] == [3, 3]
     assert len({(place.group, place.stack, place.layer) for place in layout.places}) == 26
     assert CacheLayout.of(32, [4096] * 32, 64).groups[0].num_stacks == 1
 

@@ -58,7 +58,7 @@ def served(weights: Weights, x_bnd: Tensor) -> Tensor:
     h, _, k = q_hdk.shape
     spec = read_spec(MODELS / "tiny_starcoder_py")
     spec = dataclasses.replace(spec, hidden_size=d, num_query_heads=h, head_dim=k)
-    module = MultiQueryAttention(spec).to(x_bnd.dtype)
+    module = MultiQueryAttention(spec, 0).to(x_bnd.dtype)
     query = (q_hdk * k**0.5).transpose(1, 2).flatten(0, 1)
     with torch.no_grad():
         module.qkv.weight.copy_(torch.cat([query, k_dk.T, v_dk.T]))

@@ -134,8 +134,7 @@ class FaultyRunner:
         for index in self.rows(rule, self.plan):
             if self.faults.rules.strike(rule):
                 pages = [page for group in self.plan.rows[index].pages for page in group]
-                self.runner.pool.keys_LPSd[:, pages] = float("nan")
-                self.runner.pool.values_LPSv[:, pages] = float("nan")
+                self.runner.pool.numbers_PN[pages] = float("nan")
 
     def rows(self, rule: Rule, plan: Any) -> list[int]:
         """The rows of a step that a rule speaks of; none where the step is too small for it."""

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from cache.layout import CacheLayout
 from cache.pool import KVPool
 from model.batch import build_batch
 from model.checkpoint.families import read_spec
@@ -35,17 +34,8 @@ def load(folder: Path) -> Decoder:
 
 
 def make_pool(decoder: Decoder, num_pages: int, page_size: int) -> KVPool:
-    spec = decoder.spec
-    layout = CacheLayout.of(spec.num_layers, spec.windows, page_size)
-    dims = spec.key_dim, spec.value_dim
-    return KVPool.allocate(
-        layout,
-        num_pages * layout.pages_per_block,
-        *dims,
-        torch.float32,
-        CPU,
-        value_in_key=spec.value_in_key,
-    )
+    layout = decoder.spec.layout(page_size)
+    return KVPool.allocate(layout, num_pages * layout.pages_per_block, torch.float32, CPU)
 
 
 def random_ids(checkpoint: TinyCheckpoint, count: int, seed: int = 0) -> list[int]:
@@ -240,7 +230,7 @@ def test_half_precision_stays_near_float32(tiny_checkpoint: TinyCheckpoint, dtyp
     assert isinstance(exact, SampledToken) and isinstance(rounded, SampledToken)
     assert abs(exact.logprob - rounded.logprob) < 0.5
     runner = make_runner(tiny_checkpoint, dtype=dtype)
-    assert runner.pool.keys_LPSd.dtype is getattr(torch, dtype)
+    assert runner.pool.dtype is getattr(torch, dtype)
     assert runner.pool.num_bytes == runner.decoder.spec.kv_bytes_per_token(2) * 200 * 16
 
 
@@ -296,5 +286,5 @@ def test_a_row_with_a_numerical_error_fails_alone_and_leaves_clean_pages(tmp_pat
     assert isinstance(neighbour, SampledToken) and isinstance(expected, SampledToken)
     assert neighbour.token == expected.token and abs(neighbour.logprob - expected.logprob) < 1e-5
     (reused,) = runner.run(StepPlan((row(3, [1, 2, 3], [0, 1], True),), clear=(0, 1, 2, 3))).drawn
-    assert runner.pool.keys_LPSd.isfinite().all() and runner.pool.values_LPSv.isfinite().all()
+    assert runner.pool.numbers_PN.isfinite().all()
     assert reused == expected

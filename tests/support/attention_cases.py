@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from cache.layout import CacheLayout
+from cache.layout import CacheLayout, Columns
 from cache.pages import PageAllocator
 from cache.pool import KVPool, in_float8
 from cache.table import PageTable
@@ -56,20 +56,18 @@ class Case:
     ) -> None:
         self.rng = random.Random(seed)
         torch.manual_seed(seed)
-        self.layout = (
-            CacheLayout.of(3, (None, window, window), page_size)
-            if window
-            else CacheLayout.of(1, (), page_size)
-        )
         self.num_heads, self.key_dim, self.value_dim = num_heads, key_dim, value_dim or key_dim
         self.value_in_key = value_dim is not None
+        windows = (None, window, window) if window else (None,)
+        columns = [Columns(key_dim, self.value_dim, self.value_in_key)] * len(windows)
+        self.layout = CacheLayout.of(len(windows), windows, page_size, columns)
         self.configuration, self.dtype, self.in_float8 = configuration, dtype, in_float8
         self.splits = SHORT
         self.capacity: int | None = None
         self.device, self.kernels = GpuDevice(device), kernels
         self.rotary: Rotary | None = None
         allocator = PageAllocator(200)
-        shape = self.layout.layers_per_page, allocator.num_pages, page_size
+        shape = self.layout.groups[0].layers_per_page, allocator.num_pages, page_size
         self.keys = torch.full((*shape, key_dim), torch.nan, dtype=dtype)
         self.values = (
             self.keys[..., : self.value_dim]
@@ -107,17 +105,11 @@ class Case:
                         )
 
     def pool(self) -> KVPool:
-        place = self.device.torch_device
-        keys, values = (
-            (in_float8(x) if self.in_float8 else x.clone()).to(place)
-            for x in (self.keys, self.values)
-        )
-        return KVPool(
-            self.layout,
-            keys,
-            keys[..., : self.value_dim] if self.value_in_key else values,
-            self.dtype,
-        )
+        held = (self.keys,) if self.value_in_key else (self.keys, self.values)
+        layers = zip(*held, strict=True)
+        numbers_PN = torch.cat([x.flatten(1) for layer in layers for x in layer], dim=1)
+        stored_PN = in_float8(numbers_PN) if self.in_float8 else numbers_PN
+        return KVPool(self.layout, stored_PN.to(self.device.torch_device), self.dtype)
 
     def backend(self, name: str, pool: KVPool) -> Any:
         scale = self.key_dim**-0.5
@@ -215,12 +207,9 @@ class Case:
             assert (
                 (actual.float() - expected.float()).abs() <= relative * (1 + expected.float().abs())
             ).all()
-        (keys, values), (their_keys, their_values) = (
-            (pool.keys_LPSd.float(), pool.values_LPSv.float()) for pool in pools
-        )
-        assert torch.equal(keys.isnan(), their_keys.isnan())
-        assert torch.equal(keys.nan_to_num(), their_keys.nan_to_num())
-        assert torch.equal(values.nan_to_num(), their_values.nan_to_num())
+        theirs_PN, ours_PN = (pool.numbers_PN.float() for pool in pools)
+        assert torch.equal(ours_PN.isnan(), theirs_PN.isnan())
+        assert torch.equal(ours_PN.nan_to_num(), theirs_PN.nan_to_num())
 
 
 def captured_plan(backend: Any, rows: Sequence[Row], num_rows: int, num_keys: int = 0) -> Any:

@@ -138,6 +138,19 @@ def bigcode(embedding: int, heads: int, layers: int, vocab: int, **more: Any) ->
 
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
+
+
+def gemma4(
+    hidden: int, heads: int, types: str, vocab: int, mlp: int, shared: int, **more: Any
+) -> dict[str, Any]:
+    """`types`: L for each layer with a window, G for one with full attention; the last `shared` of
+    them read keys and values of others.
+    """
+    kinds = [LOCAL if kind == "L" else GLOBAL for kind in types]
+    given = {"layer_types": kinds, "num_kv_shared_layers": shared}
+    return llama_like("gemma4_text", hidden, heads, len(types), vocab, mlp, **(given | more))
+
+
 CONFIGS: dict[str, list[dict[str, Any]]] = {
     "falcon": [
         falcon(142, 71, 2, 320),
@@ -230,6 +243,85 @@ CONFIGS: dict[str, list[dict[str, Any]]] = {
             sliding_window=100,
             layer_types=[GLOBAL] * 2,
             tie_word_embeddings=False,
+        ),
+    ],
+    "gemma4_text": [
+        gemma4(
+            48,
+            4,
+            "LLLLG" * 3,
+            301,
+            90,
+            8,
+            head_dim=16,
+            global_head_dim=32,
+            sliding_window=33,
+            use_double_wide_mlp=True,
+            hidden_size_per_layer_input=8,
+            final_logit_softcapping=30.0,
+        ),
+        gemma4(
+            40,
+            5,
+            "LGLG",
+            333,
+            64,
+            0,
+            head_dim=16,
+            global_head_dim=48,
+            sliding_window=7,
+            # transformers 5.23 cannot combine this with layers that share keys and values.
+            hidden_size_per_layer_input=0,
+        ),
+        gemma4(
+            36,
+            3,
+            "LLLGLG",
+            300,
+            33,
+            2,
+            head_dim=12,
+            global_head_dim=20,
+            sliding_window=64,
+            hidden_size_per_layer_input=5,
+            vocab_size_per_layer_input=340,
+            final_logit_softcapping=5.0,
+        ),
+        gemma4(
+            64,
+            1,
+            "GGLGLLG",
+            310,
+            128,
+            4,
+            head_dim=64,
+            global_head_dim=128,
+            sliding_window=16,
+            hidden_size_per_layer_input=16,
+            attention_bias=True,
+            use_double_wide_mlp=True,
+            tie_word_embeddings=False,
+        ),
+        gemma4(
+            32,
+            2,
+            "GGG",
+            499,
+            70,
+            2,
+            head_dim=24,
+            global_head_dim=24,
+            hidden_size_per_layer_input=3,
+            final_logit_softcapping=30.0,
+            rope_parameters={
+                GLOBAL: {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.5,
+                    "rope_theta": 100.0,
+                    "factor": 4.0,
+                },
+                LOCAL: {"rope_type": "default", "rope_theta": 300.0},
+            },
         ),
     ],
     "llama": [
@@ -459,6 +551,9 @@ def make_family_checkpoint(family: str, number: int, folder: Path) -> FamilyChec
                 continue
             elif parameter.ndim == 1:  # Biases and norms, so that none can be forgotten unnoticed.
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+                if family == "gemma4_text" and name.endswith("q_norm.weight"):
+                    # Scores are not scaled otherwise: a query would see one key only.
+                    parameter.mul_(len(parameter) ** -0.5)
             else:
                 parameter.copy_(torch.randn_like(parameter) * 1.2 * parameter.shape[-1] ** -0.5)
     oracle_folder = folder / "oracle" if family == "santacoder" else folder

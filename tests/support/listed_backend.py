@@ -39,8 +39,8 @@ class ListedReference:
         plan: Any,
         layer: int,
         q_THd: Tensor,
-        k_Td: Tensor,
-        v_Tv: Tensor,
+        k_Td: Tensor | None,
+        v_Tv: Tensor | None,
         rotation: Rotation | None = None,
     ) -> Tensor:
         if not isinstance(plan, StepLists):
@@ -60,7 +60,8 @@ class ListedReference:
         slots_T1 = torch.where(
             position_T1 < 0, nowhere, pages_T1 * page_size + position_T1 % page_size
         )
-        self.pool.write(layer, slots_T1[:, 0], k_Td, v_Tv)
+        if k_Td is not None and v_Tv is not None:
+            self.pool.write(layer, slots_T1[:, 0], k_Td, v_Tv)
         keys_PSd, values_PSv = self.pool.layer(layer)
         k_TKd, v_TKv = keys_PSd[pages_TW].flatten(1, 2), values_PSv[pages_TW].flatten(1, 2)
         position_TK = torch.arange(k_TKd.shape[1])

@@ -42,12 +42,9 @@ SPECS = {name: read_spec(MODELS / name) for name in NAMES}
 
 def allocated_bytes_per_token(spec: ModelSpec) -> float:
     """Bytes of a pool over the tokens that it has slots for in every layer."""
-    layout = CacheLayout.of(spec.num_layers, spec.windows, PAGE_SIZE)
-    dims = spec.key_dim, spec.value_dim
+    layout = spec.layout(PAGE_SIZE)
     pages = 3 * layout.pages_per_block
-    pool = KVPool.allocate(
-        layout, pages, *dims, torch.bfloat16, torch.device("cpu"), value_in_key=spec.value_in_key
-    )
+    pool = KVPool.allocate(layout, pages, torch.bfloat16, torch.device("cpu"))
     return pool.num_bytes / (3 * PAGE_SIZE)
 
 
@@ -64,7 +61,7 @@ def history(spec: ModelSpec, num_requests: int, seed: int = 0) -> dict[str, Any]
     """Runs the requests to their end; the share of owned slots that held no token, and the most
     pages a window's layers kept.
     """
-    layout = CacheLayout.of(spec.num_layers, spec.windows, PAGE_SIZE)
+    layout = spec.layout(PAGE_SIZE)
     limits = Limits(64 * layout.most_pages(2048, 512), layout, 4096, 64, 512)
     scheduler, model, rng = Scheduler(limits), InventedModel(), random.Random(seed)
     for id in range(num_requests):

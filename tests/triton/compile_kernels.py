@@ -312,7 +312,9 @@ def compile_attention(architecture: int, shape: int, window: int, stored: bool, 
     heads, columns = SHAPES[shape]
     num_d, num_r = LATENT.get(columns, (columns, 0))
     wanted = wanted_sizes(architecture, heads, columns, size)
-    options: dict[str, Any] = {"PAGE": 64, "VALUE_IN_KEY": num_r > 0, "UPCAST": False}
+    numbers = 64 * (num_d + num_r + (0 if num_r else num_d)) * 4
+    options: dict[str, Any] = {"PAGE": 64, "NUMBERS": numbers, "UPCAST": False}
+    options |= {"VALUE_IN_KEY": num_r > 0}
     pointers = POINTERS | (FLOAT8 if stored else {})
     told = {"shape": f"{heads}x{columns}", "window": window, "architecture": architecture}
     classes = {choose_decode(wanted, num_rows) for num_rows in (1, MANY_ROWS)}

@@ -102,8 +102,8 @@ def test_states_that_are_not_finite_fail_their_own_row(tmp_path: Path) -> None:
     for _ in range(3):
         core.step()
     page = core.scheduler.running[0].table.owned[0]
-    keys_LSd = runner.pool.keys_LPSd[:, page]
-    stream.enqueue(lambda: spoil(keys_LSd))
+    numbers_N = runner.pool.numbers_PN[page]
+    stream.enqueue(lambda: spoil(numbers_N))
     failed, finished = [], []
     while core.scheduler.has_work:
         for event in core.step():

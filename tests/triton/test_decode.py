@@ -230,8 +230,10 @@ def test_it_writes_the_new_key_and_value_and_nothing_else(
         pools = case.pool(), case.pool()
         launch(case, case.everyone(), 8, layer, pool=pools[0])
         case.run(case.everyone(), layer, "reference", pools[1])
-        for number in ("keys_LPSd", "values_LPSv"):
-            ours, theirs, before = (getattr(pool, number) for pool in (*pools, case.pool()))
+        numbers = [pool.numbers_PN for pool in (*pools, case.pool())]
+        held = zip(*(pool.layer(layer) for pool in (*pools, case.pool())), strict=True)
+        for ours, theirs, before in [*held]:
+            assert torch.equal(*(x.nan_to_num(9.0) for x in numbers[:2]))
             assert torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(
                 ours.nan_to_num(), theirs.nan_to_num()
             )
@@ -248,14 +250,11 @@ def test_a_step_of_padding_touches_nothing() -> None:
     plan = captured_plan(backend, case.rows, 4)
     plan.positions_T[:] = -1
     plan.pages_P[:] = 10**6
-    before = pool.keys_LPSd.clone(), pool.values_LPSv.clone()
+    before = pool.numbers_PN.clone()
     q_THd = torch.full((4, 16, 128), torch.nan, dtype=case.dtype)
     k_Td = torch.full((4, 128), torch.nan, dtype=case.dtype)
     assert backend.run(plan, 0, q_THd, k_Td, k_Td).isnan().all()
-    assert all(
-        torch.equal(x.nan_to_num(9.0), y.nan_to_num(9.0))
-        for x, y in zip(before, (pool.keys_LPSd, pool.values_LPSv), strict=True)
-    )
+    assert torch.equal(before.nan_to_num(9.0), pool.numbers_PN.nan_to_num(9.0))
     assert not backend.counters.any()
 
 

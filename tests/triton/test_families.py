@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from cache.layout import CacheLayout
+from cache.layout import CacheLayout, Columns
 from cache.pool import KVPool
 from model.checkpoint.families import read_spec
 from model.checkpoint.weights import load_decoder
@@ -250,9 +250,8 @@ def test_a_gpu_gets_these_kernels_where_they_fit() -> None:
     """A meta tensor stands for the GPU's."""
 
     def pool(page_size: int, dtype: torch.dtype = torch.bfloat16) -> KVPool:
-        return KVPool.allocate(
-            CacheLayout.of(2, (), page_size), 4, 128, 128, dtype, torch.device("meta")
-        )
+        layout = CacheLayout.of(2, (), page_size, [Columns(128, 128)] * 2)
+        return KVPool.allocate(layout, 4, dtype, torch.device("meta"))
 
     backend_for = GpuDevice().backend_for
     for deterministic, expected in ((False, "triton-fast"), (True, "triton")):

@@ -108,7 +108,7 @@ def test_what_is_turned_is_rounded_once(dtype: torch.dtype) -> None:
         torch.cat(case.run(case.everyone(), pool=pool))
         for case, pool in zip(cases, pools, strict=True)
     ]
-    turned, expected = (pool.keys_LPSd.float().nan_to_num() for pool in pools)
+    turned, expected = (pool.layer(0)[0].float().nan_to_num() for pool in pools)
     if dtype is torch.float16:
         assert torch.equal(turned, expected) and torch.equal(*outputs)
     else:
@@ -236,11 +236,10 @@ def test_padding_computes_and_writes_nothing(rotated: bool) -> None:
     plan = backend.plan(batch)
     plan.positions_T[:] = NO_LINE
     q_THd, k_Td, v_Tv = (torch.cat([inputs[part] for inputs in case.inputs]) for part in range(3))
-    before = pool.keys_LPSd.clone(), pool.values_LPSv.clone()
+    before = pool.numbers_PN.clone()
     backend.partial.fill_(7.0)
     backend.run(plan, 0, q_THd, k_Td, v_Tv, case.rotation(batch.position_ids_T))
-    assert torch.equal(before[0].nan_to_num(9.0), pool.keys_LPSd.nan_to_num(9.0))
-    assert torch.equal(before[1].nan_to_num(9.0), pool.values_LPSv.nan_to_num(9.0))
+    assert torch.equal(before.nan_to_num(9.0), pool.numbers_PN.nan_to_num(9.0))
     assert (backend.partial == 7.0).all()
 
 
@@ -305,5 +304,4 @@ def test_single_tokens_over_larger_lists_have_the_same_bits(
         plan = captured_plan(backend, case.rows, num_rows, num_keys=512)
         o_THv = backend.run(plan, layer, q_THd, k_Td, v_Tv, rotation)
         assert torch.equal(o_THv[: len(case.rows)], expected)
-        assert torch.equal(pools[0].keys_LPSd.nan_to_num(), pools[1].keys_LPSd.nan_to_num())
-        assert torch.equal(pools[0].values_LPSv.nan_to_num(), pools[1].values_LPSv.nan_to_num())
+        assert torch.equal(*(pool.numbers_PN.nan_to_num() for pool in pools))

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cache.layout import CacheLayout
 from cache.pool import KVPool
 from model.checkpoint.families import read_spec
 from model.decoder import Decoder, meta_decoder
@@ -111,11 +110,8 @@ def launches(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> Launches:
 def capture(decoder: Decoder, launches: Launches) -> int:
     """Captures steps of one and of two rows. -> how many were"""
     spec = decoder.spec
-    layout = CacheLayout.of(spec.num_layers, spec.windows, 16)
-    sizes = layout.pages_per_block * 40, spec.key_dim, spec.value_dim
-    pool = KVPool.allocate(
-        layout, *sizes, torch.bfloat16, DEVICE.torch_device, value_in_key=spec.value_in_key
-    )
+    layout = spec.layout(16)
+    pool = KVPool.allocate(layout, layout.pages_per_block * 40, torch.bfloat16, DEVICE.torch_device)
     heads = spec.num_query_heads
     backend = create_backend(DEVICE.backend_for(pool, heads), pool, spec.attention_scale, heads)
     stream: Any = Capture(launches)

@@ -166,10 +166,8 @@ def test_heads_and_key_are_normalised_as_each_alone(
         q, k, _ = qkv[:num_tokens].split([num_heads * columns, columns, columns], dim=-1)
         q = q.view(-1, num_heads, columns)
         found, expected = launches.norm_heads(q, k, *norms), norm_heads(q, k, *norms)
-        assert all(map(torch.equal, found, expected)) and [y.shape for y in found] == [
-            q.shape,
-            k.shape,
-        ]
+        for x, y, shape in zip(found, expected, (q.shape, k.shape), strict=True):
+            assert torch.equal(x, y) and x.shape == shape
 
 
 @DTYPES

@@ -23,6 +23,8 @@ MODEL_TYPES = {
     "falcon": "model.checkpoint.families.falcon",
     "gemma": "model.checkpoint.families.gemma",
     "gemma3_text": "model.checkpoint.families.gemma3_text",
+    "gemma4": "model.checkpoint.families.gemma4",
+    "gemma4_text": "model.checkpoint.families.gemma4",
     "gpt2": "model.checkpoint.families.gpt_bigcode",
     "gpt_bigcode": "model.checkpoint.families.gpt_bigcode",
     "llama": "model.checkpoint.families.llama",

@@ -4,60 +4,17 @@ attention and MLP.
 """
 
 from model.checkpoint.config import Config
+from model.checkpoint.layer_types import rotations_of, windows_of
 from model.checkpoint.names import Names, llama_names, renamed
-from model.checkpoint.rope import rotary_of
-from model.spec import CheckpointError, ModelSpec, Rotary
+from model.spec import ModelSpec
 
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh"}
-_LAYER_TYPES = ("sliding_attention", "full_attention")
 _NORMS = {
     "attention_norm": "input_layernorm",
     "attention_branch_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_branch_norm": "post_feedforward_layernorm",
 }
-
-
-def _windows(config: Config, num_layers: int) -> tuple[int | None, ...]:
-    """The window of each layer: from the list of layer types, else every sixth layer has full
-    attention.
-    """
-    window = config.integer("sliding_window", 4096)
-    pattern = config.integer("sliding_window_pattern", 6)
-    types = config.get("layer_types")
-    if types is None:
-        types = [_LAYER_TYPES[(layer + 1) % pattern == 0] for layer in range(num_layers)]
-    if (
-        not isinstance(types, list)
-        or len(types) != num_layers
-        or any(kind not in _LAYER_TYPES for kind in types)
-    ):
-        raise config.wrong("layer_types", f"a list of {num_layers} of {' and '.join(_LAYER_TYPES)}")
-    return tuple(window if kind == _LAYER_TYPES[0] else None for kind in types)
-
-
-def _rotations(
-    config: Config, head_dim: int, most: int
-) -> tuple[tuple[Rotary, int], tuple[Rotary, int]]:
-    """(rotation of layers with full attention, of layers with a window), each with the positions it
-    supports.
-    """
-    base, local_base = config.number("rope_theta", 1e6), config.number("rope_local_base_freq", 1e4)
-    scaling, new, local = config.sub("rope_scaling"), config.sub("rope_parameters"), None
-    if scaling is not None and new is not None:
-        raise CheckpointError(
-            "config.json: rope_scaling and rope_parameters are both there; expected one of them"
-        )
-    if new is not None:
-        scaling, local = new.sub("full_attention"), new.sub("sliding_attention")
-        for key in new.unread():
-            raise CheckpointError(
-                f"config.json: rope_parameters: {key} is none of {', '.join(_LAYER_TYPES)}"
-            )
-    return (
-        rotary_of(scaling, config.path, head_dim, most, base),
-        rotary_of(local, config.path, head_dim, most, local_base),
-    )
 
 
 def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec:
@@ -72,7 +29,9 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
         config.only(key, why="onehead does not cap logits")
     head_dim = config.columns("head_dim", 256)
     most = config.integer("max_position_embeddings", 131_072)
-    (rotation, reach), (window_rotation, window_reach) = _rotations(config, head_dim, most)
+    (rotation, reach), (window_rotation, window_reach) = rotations_of(
+        config, (head_dim, head_dim), most
+    )
     bias = config.flag("attention_bias", False)
     return ModelSpec(
         model_type="gemma3_text",
@@ -99,7 +58,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
         embedding_scale=hidden_size**0.5,
         rotary=rotation,
         window_rotary=window_rotation,
-        windows=_windows(config, num_layers),
+        windows=windows_of(config, num_layers, 4096),
     )
 
 

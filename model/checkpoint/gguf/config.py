@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from model.checkpoint.config import Config, short
-from model.checkpoint.gguf.header import Stored
+from model.checkpoint.files import Stored
 from model.checkpoint.gguf.split import GGUF
 from model.spec import CheckpointError
 

@@ -13,10 +13,9 @@ from math import prod
 from pathlib import Path
 
 from model.checkpoint.config import short
-from model.checkpoint.files import open_without_waiting, other_kind, read_exactly
+from model.checkpoint.files import Stored, open_without_waiting, other_kind
 from model.checkpoint.gguf.metadata import Cursor, Value, read_metadata
 from model.checkpoint.gguf.types import BLOCK_TYPES, BY_NAME, OTHERS, BlockType
-from model.checkpoint.names import Entry
 from model.spec import CheckpointError
 
 MAGIC = b"GGUF"
@@ -27,21 +26,6 @@ MAX_TENSORS = 2**17
 """And the most keys of metadata."""
 MAX_DIMENSIONS = 4
 ALIGNMENT, ALIGNMENTS = "general.alignment", [2**power for power in range(3, 17)]
-
-
-@dataclass(frozen=True, slots=True)
-class Stored(Entry):
-    """A tensor called `name` in the file at `path`. `dtype` is the name of its type
-    (types.BY_NAME), `shape` has the outermost axis first, as in torch (the file has it last),
-    `begin` is its first byte in the file.
-    """
-
-    path: Path
-    name: str
-
-    def read(self, into: memoryview, first: int = 0) -> None:
-        """Fills a buffer with the tensor's bytes from number `first` on. Raises CheckpointError."""
-        read_exactly(self.path, self.begin + first, into, self.name)
 
 
 @dataclass(frozen=True, slots=True)

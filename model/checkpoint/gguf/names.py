@@ -10,8 +10,8 @@ import re
 from dataclasses import dataclass
 
 from model.checkpoint.config import Config
+from model.checkpoint.files import Stored
 from model.checkpoint.gguf.config import FREQUENCIES, SECOND_NORM, architecture_of
-from model.checkpoint.gguf.header import Stored
 from model.checkpoint.gguf.split import GGUF
 from model.checkpoint.gguf.types import BY_NAME
 from model.spec import CheckpointError

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.checkpoint.config import short
-from model.checkpoint.files import first_bytes
-from model.checkpoint.gguf.header import MAGIC, MAX_HEADER_BYTES, MAX_TENSORS, GGUFFile, Stored
+from model.checkpoint.files import Stored, first_bytes
+from model.checkpoint.gguf.header import MAGIC, MAX_HEADER_BYTES, MAX_TENSORS, GGUFFile
 from model.checkpoint.gguf.metadata import Value
 from model.spec import CheckpointError
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from model.checkpoint.config import NAME, Config, read_json
+from model.checkpoint.files import Stored
 from model.checkpoint.gguf.dequantize import QUANTIZED, dequantize
 from model.checkpoint.gguf.names import Source, sources
 from model.checkpoint.gguf.split import GGUF
@@ -52,6 +53,10 @@ class GGUFWeights:
                     check_finite(out_RC.copy_(data_RB.view(DTYPES[stored.dtype])))
         if source.addend:
             into_RC.add_(source.addend)
+
+    def stored(self, name: str) -> Stored:
+        """Its place in the file; see Reader."""
+        return self._sources[name].stored
 
     def raw_blocks(self, name: str) -> RawBlocks | None:
         """The blocks in the file; see Reader."""

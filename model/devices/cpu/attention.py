@@ -42,7 +42,15 @@ class Attention(ctypes.Structure):
         ),
         *(
             (name, ctypes.c_int64)
-            for name in ("stack", "num_heads", "key_dim", "value_dim", "page_size", "number_type")
+            for name in (
+                "stack",
+                "num_heads",
+                "key_dim",
+                "value_dim",
+                "page_size",
+                "page_numbers",
+                "number_type",
+            )
         ),
         ("scale", ctypes.c_float),
         ("sums", ctypes.c_void_p),
@@ -62,8 +70,8 @@ class GroupPlan:
 
 def supports(pool: KVPool) -> bool:
     """Whether the kernels take these pages."""
-    sizes = pool.page_size, pool.keys_LPSd.shape[-1], pool.values_LPSv.shape[-1]
-    return pool.keys_LPSd.dtype in NUMBER_TYPES and not any(size % MULTIPLE for size in sizes)
+    sizes = [size for group in pool.layout.groups for size in group.columns[:2]]
+    return pool.dtype in NUMBER_TYPES and not any(n % MULTIPLE for n in (pool.page_size, *sizes))
 
 
 class NativeBackend:
@@ -75,21 +83,22 @@ class NativeBackend:
         assert supports(pool)
         self.name = native.name()
         self.pool, self.library = pool, library()
-        key_dim, value_dim = pool.keys_LPSd.shape[-1], pool.values_LPSv.shape[-1]
         self._structs = []
         for layer, place in enumerate(pool.layout.places):
             keys, values = (x.data_ptr() for x in pool.layer(layer))
+            columns = pool.columns(layer)
             struct = Attention(
                 keys=keys,
-                values=None if pool.value_in_key else values,
+                values=None if columns.value_in_key else values,
                 stack=place.stack,
-                key_dim=key_dim,
+                key_dim=columns.key,
+                value_dim=columns.value,
+                page_size=pool.page_size,
+                page_numbers=pool.numbers_PN.shape[1],
+                number_type=NUMBER_TYPES[pool.dtype],
                 scale=scale,
                 sums=None if pool.sums_P is None else pool.sums_P.data_ptr(),
             )
-            struct.value_dim = value_dim
-            struct.page_size = pool.page_size
-            struct.number_type = NUMBER_TYPES[pool.keys_LPSd.dtype]
             self._structs.append((struct, place.group))
 
     def plan(self, batch: Batch) -> tuple[GroupPlan, ...]:
@@ -109,18 +118,17 @@ class NativeBackend:
     def are_whole(self, pages: Sequence[int]) -> list[bool]:
         assert self.pool.sums_P is not None
         pages_N = torch.tensor(pages)
-        sums_N = torch.zeros_like(pages_N)
-        for x_LPSd in self.pool.stored:
-            self.library.add_page_sums(
-                x_LPSd.data_ptr(),
-                x_LPSd.itemsize,
-                *x_LPSd.shape[:2],
-                x_LPSd[0, 0].numel(),
-                pages_N.data_ptr(),
-                len(pages),
-                sums_N.data_ptr(),
-                torch.get_num_threads(),
-            )
+        sums_N = torch.empty_like(pages_N)
+        numbers_PN = self.pool.numbers_PN
+        self.library.sum_pages(
+            numbers_PN.data_ptr(),
+            numbers_PN.itemsize,
+            numbers_PN.shape[1],
+            pages_N.data_ptr(),
+            len(pages),
+            sums_N.data_ptr(),
+            torch.get_num_threads(),
+        )
         return (sums_N == self.pool.sums_P[pages_N]).tolist()
 
     def run(
@@ -128,32 +136,28 @@ class NativeBackend:
         plan: tuple[GroupPlan, ...],
         layer: int,
         q_THd: Tensor,
-        k_Td: Tensor,
-        v_Tv: Tensor,
+        k_Td: Tensor | None,
+        v_Tv: Tensor | None,
         rotation: Rotation | None = None,
     ) -> Tensor:
         if rotation is not None:
             q_THd, k_Td = rotation.both(q_THd, k_Td)
-        assert q_THd.dtype is k_Td.dtype is v_Tv.dtype is torch.float32
+        assert q_THd.dtype is torch.float32
         struct, number = self._structs[layer]
         num_tokens, num_heads, key_dim = q_THd.shape
         query_stride, *within = q_THd.stride()
         if within != [key_dim, 1]:
             q_THd, query_stride = q_THd.contiguous(), num_heads * key_dim
-        if k_Td.stride(1) != 1 or v_Tv.stride(1) != 1:
-            k_Td, v_Tv = k_Td.contiguous(), v_Tv.contiguous()
         o_THv = q_THd.new_empty(num_tokens, num_heads, struct.value_dim)
         group = plan[number]
-        struct.queries, struct.new_keys, struct.new_values = (
-            q_THd.data_ptr(),
-            k_Td.data_ptr(),
-            v_Tv.data_ptr(),
-        )
-        struct.query_stride, struct.key_stride, struct.value_stride = (
-            query_stride,
-            k_Td.stride(0),
-            v_Tv.stride(0),
-        )
+        struct.queries, struct.query_stride = q_THd.data_ptr(), query_stride
+        struct.new_keys = struct.new_values = None
+        if k_Td is not None and v_Tv is not None:
+            assert k_Td.dtype is v_Tv.dtype is torch.float32
+            if k_Td.stride(1) != 1 or v_Tv.stride(1) != 1:
+                k_Td, v_Tv = k_Td.contiguous(), v_Tv.contiguous()
+            struct.new_keys, struct.new_values = k_Td.data_ptr(), v_Tv.data_ptr()
+            struct.key_stride, struct.value_stride = k_Td.stride(0), v_Tv.stride(0)
         struct.outputs, struct.spans, struct.num_spans = (
             o_THv.data_ptr(),
             group.address,

@@ -13,7 +13,7 @@ from model.devices.cpu.attention import NativeBackend, supports
 from model.devices.cpu.memory import free_and_total_bytes
 from model.devices.cpu.native import library
 from model.devices.cpu.products import NativeProducts
-from model.devices.cpu.program import Program
+from model.devices.cpu.program import RecordedForward
 from model.devices.device import Device, Dtypes, Forward
 from model.devices.products import Products
 
@@ -55,7 +55,7 @@ class CpuDevice(Device):
         """
         recordable = decoder.spec.latent is None and decoder.spec.experts is None
         if recordable and isinstance(backend, NativeBackend) and decoder.products == backend.name:
-            return Program(decoder, backend)
+            return RecordedForward(decoder, backend)
         return super().forward(decoder, backend)
 
     def num_parts_run(self) -> int:

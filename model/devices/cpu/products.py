@@ -25,7 +25,14 @@ from model.devices.cpu.huge_pages import HugePages
 from model.devices.cpu.native import NUMBER_TYPES, library
 from model.devices.cpu.recording import Activation, side_by_side
 from model.devices.products import Products
-from model.devices.replacement import FusedLinear, Held, NormReplacement, RowMatrix, replace_modules
+from model.devices.replacement import (
+    FusedLinear,
+    Held,
+    NormReplacement,
+    RowMatrix,
+    StoredTable,
+    replace_modules,
+)
 from model.layers import MLP, Embedding, LayerNorm, Linear, RMSNorm, Router
 
 BLOCK_TYPES = {"int8": 3, "int4": 4}
@@ -66,7 +73,7 @@ class PackedNorm(NormReplacement):
     def struct(self) -> Norm:
         """The norm as the kernels take it."""
         return Norm(
-            self.weight.data_ptr(),
+            _address(self.weight),
             _address(self.bias),
             1 if self.centred else 2,
             self.epsilon,
@@ -318,7 +325,11 @@ class NativeProducts(Products):
         self.keeps_blocks = quantization == "auto" and held is None
 
     def replace(self, decoder: Decoder, dtype: torch.dtype) -> None:
+        if decoder.layer_inputs is not None:
+            # Of billions of numbers a step reads some thousand for each token.
+            decoder.layer_inputs.table = StoredTable()
         replace_modules(decoder, self._replacement)
+        decoder.cap = cap
 
     def _replacement(self, module: nn.Module) -> nn.Module | None:
         if isinstance(module, Linear):
@@ -337,6 +348,19 @@ class NativeProducts(Products):
                 module.pack()
             if isinstance(module, Block):
                 _fuse_norms(module)
+
+
+def cap(logits_SV: Tensor, most: float) -> Tensor:
+    """model.decoder.cap, of which torch's bits depend on the place of a number."""
+    capped_SV, bound = torch.empty_like(logits_SV), ctypes.c_float(most)
+    library().cap_logits(
+        logits_SV.data_ptr(),
+        capped_SV.data_ptr(),
+        *logits_SV.shape,
+        ctypes.addressof(bound),
+        torch.get_num_threads(),
+    )
+    return capped_SV
 
 
 def _fuse_norms(block: Block) -> None:

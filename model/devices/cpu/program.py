@@ -1,12 +1,14 @@
-"""Program: a decoder's layers as one call of a kernel (native/step.cpp), recorded from its modules.
+"""Program: layers of a decoder as one call of a kernel (native/step.cpp), recorded from its modules.
 
 Invariant: memory of a step's activations is shared by layers and used again in the next step. It
 knows nothing of requests and pages.
 
-Shape letters: T tokens of the step, D hidden size.
+Shape letters: T tokens of the step, K those of them whose logits are wanted, D hidden size, L
+layers, P columns of a layer's input.
 """
 
 import ctypes
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from model.batch import Batch
 from model.decoder import Decoder
+from model.devices.backend import Plans
 from model.devices.cpu.attention import GroupPlan, NativeBackend
 from model.devices.cpu.recording import ALIGNMENT, Activation, Buffer, Operation, Recorder
 from model.layers import Rotation
@@ -45,16 +48,26 @@ class Step(ctypes.Structure):
 
 
 class Program:
-    """The recorded layers of one decoder, over one backend's pages."""
+    """Some recorded layers of one decoder, over one backend's pages."""
 
-    def __init__(self, decoder: Decoder, backend: NativeBackend) -> None:
+    def __init__(self, decoder: Decoder, backend: NativeBackend, layers: range) -> None:
         self._decoder, self._library = decoder, backend.library
-        recorder = Recorder(backend.struct)
-        x: Any = Activation(recorder, Buffer(decoder.spec.hidden_size), 0, decoder.spec.hidden_size)
-        tables: Any = (None, None) if decoder.spec.rotary is None else (0, 1)
+        spec, recorder = decoder.spec, Recorder(backend.struct)
+        given = [Buffer(spec.hidden_size), Buffer(len(layers) * spec.layer_input_size)]
+        x: Any = Activation(recorder, given[0], 0, spec.hidden_size)
+        inputs: Any = {
+            layer: Activation(recorder, given[1], index * size, size)
+            for index, layer in enumerate(layers)
+            if (size := spec.layer_input_size)
+        }
+        tables: Any = (None, None) if spec.rotary is None else (0, 1)
         attend: Any = recorder.attend
-        y: Any = decoder.run_blocks(x, tables, attend)
-        self._columns, self._output = recorder.place(x.buffer, y.buffer), y.buffer.base
+        y, normed = decoder.run_blocks(
+            x, decoder.norm_before(layers.start)(x), tables, attend, inputs, layers
+        )
+        output: Any = normed if layers.stop == spec.num_layers else y
+        self._columns = recorder.place(given, output.buffer)
+        self._given, self._output = given, output.buffer.base
         self._tile_bytes, self._kept = recorder.tile_bytes, recorder.kept
         self._operations = (Operation * len(recorder.operations))(
             *(operation for operation, _ in recorder.operations)
@@ -62,16 +75,23 @@ class Program:
         recorder.operations.clear()  # Activations refer to the recorder, and so to the backend.
         self._memory: Tensor | None = None
 
-    def __call__(self, batch: Batch, plan: tuple[GroupPlan, ...]) -> Tensor:
-        """The step's tokens -> their last hidden states x_TD, valid until the next call. `plan` is
-        the backend's.
+    def __call__(
+        self,
+        x_TD: Tensor,
+        inputs_TLP: Tensor | None,
+        rotations: Sequence[Rotation | None],
+        plan: tuple[GroupPlan, ...],
+    ) -> Tensor:
+        """The input of the first of these layers -> the residual stream after them, or the final
+        norm of it, valid until the next call. `inputs_TLP`: the columns that each of the layers is
+        given, if they are given any; `plan`: the backend's.
         """
-        num_tokens, size = len(batch.token_ids_T), self._decoder.spec.hidden_size
+        num_tokens, size = x_TD.shape
         memory = self._room(num_tokens)
-        memory[: num_tokens * size].view(num_tokens, size).copy_(
-            self._decoder.embed(batch.token_ids_T, batch.position_ids_T)
-        )
-        rotations = self._decoder.rotations(batch.position_ids_T, torch.float32)
+        memory[: num_tokens * size].view(num_tokens, size).copy_(x_TD)
+        if inputs_TLP is not None:
+            first = self._given[1].base * num_tokens
+            memory[first : first + inputs_TLP.numel()].view(inputs_TLP.shape).copy_(inputs_TLP)
         pointers = (Pointers * 2)(*map(_pointers, rotations))
         groups = (ctypes.c_int64 * (2 * len(plan)))(
             *chain.from_iterable((group.address, len(group.pages)) for group in plan)
@@ -107,3 +127,32 @@ def _pointers(rotation: Rotation | None) -> Pointers:
     return Pointers(
         cosine_Tr.data_ptr(), sine_Tr.data_ptr(), cosine_Tr.shape[1], rotation.interleaved
     )
+
+
+class RecordedForward:
+    """A Forward: all layers in one call or, where only some tokens pass the last ones, in two."""
+
+    def __init__(self, decoder: Decoder, backend: NativeBackend) -> None:
+        self._decoder = decoder
+        num_layers, num_storing = decoder.spec.num_layers, decoder.spec.num_storing_layers
+        self.whole = Program(decoder, backend, range(num_layers))
+        self._num_storing = num_storing
+        if num_storing < num_layers:
+            self._first = Program(decoder, backend, range(num_storing))
+            self._rest = Program(decoder, backend, range(num_storing, num_layers))
+
+    def __call__(self, batch: Batch, plan: Plans) -> Tensor:
+        decoder, ids_T = self._decoder, batch.token_ids_T
+        x_TD = decoder.embed(ids_T, batch.position_ids_T)
+        rotations = decoder.rotations(batch.position_ids_T, torch.float32)
+        inputs_TLP = None if decoder.layer_inputs is None else decoder.layer_inputs(ids_T, x_TD)
+        if batch.tail is None:
+            return self.whole(x_TD, inputs_TLP, rotations, plan.all_tokens)
+        rows_K, first = batch.tail.rows_K, slice(self._num_storing)
+        early = None if inputs_TLP is None else inputs_TLP[:, first]
+        x_TD = self._first(x_TD, early, rotations, plan.all_tokens)
+        if not len(rows_K):
+            return x_TD
+        late = None if inputs_TLP is None else inputs_TLP[rows_K, self._num_storing :]
+        turned = [None if rotation is None else rotation.of(rows_K) for rotation in rotations]
+        return x_TD.index_copy_(0, rows_K, self._rest(x_TD[rows_K], late, turned, plan.tail))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-NORM, ADD, ROTATE, GATE, PRODUCT, ATTEND = range(6)
+NORM, ADD, MULTIPLY, ROTATE, GATE, PRODUCT, ATTEND = range(7)
 """The kernel's Kinds."""
 ALIGNMENT = 16
 """Floats of a cache line."""
@@ -115,6 +115,13 @@ def _add(x: Activation, z: Activation, *, alpha: float = 1.0) -> Activation:
     return x.recorder.add(ADD, [x, z], x.size, factor=alpha)
 
 
+def _mul(x: Activation, z: Any) -> Activation:
+    """By an Activation, or by a tensor of one number."""
+    if isinstance(z, Activation):
+        return x.recorder.add(MULTIPLY, [x, z], x.size)
+    return x.recorder.add(MULTIPLY, [x], x.size, factor=float(z))
+
+
 def _split(x: Activation, sizes: Sequence[int], dim: int) -> list[Activation]:
     assert dim == -1 and sum(sizes) == x.size and x.heads is None
     firsts = [x.first + sum(sizes[:i]) for i in range(len(sizes))]
@@ -134,7 +141,11 @@ def side_by_side(outputs: Sequence[Activation]) -> Activation:
     return Activation(outputs[0].recorder, whole, 0, size)
 
 
-FUNCTIONS: dict[Any, Callable[..., Any]] = {torch.add: _add, torch.split_with_sizes: _split}
+FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    torch.add: _add,
+    torch.mul: _mul,
+    torch.split_with_sizes: _split,
+}
 """What modules may do to an Activation, besides the methods that it has."""
 
 
@@ -175,27 +186,37 @@ class Recorder:
         return output
 
     def attend(
-        self, layer: int, q: Activation, k: Activation, v: Activation, rotation: int | None = None
+        self,
+        layer: int,
+        q: Activation,
+        k: Activation | None,
+        v: Activation | None,
+        rotation: int | None = None,
     ) -> Activation:
         """An Attend; `rotation` is the number of a table."""
         if rotation is not None:
             q = self.add(ROTATE, [q], q.size, heads=q.heads, choice=rotation)
-            k = self.add(ROTATE, [k], k.size, choice=rotation)
+            if k is not None:
+                k = self.add(ROTATE, [k], k.size, choice=rotation)
         struct, group = self._struct(layer, q.heads or 1)
         assert self._heads.setdefault(group, q.heads) == q.heads, (
             "the kernel shares out the rows of all layers of a group alike"
         )
+        stored = [] if k is None or v is None else [k, v]
         return self.add(
-            ATTEND, [q, k, v], struct.value_dim, heads=q.heads, details=struct, choice=group
+            ATTEND, [q, *stored], struct.value_dim, heads=q.heads, details=struct, choice=group
         )
 
-    def place(self, first: Buffer, last: Buffer) -> int:
-        """Gives buffers places, and returns the columns that all take together. Memory is used
+    def place(self, given: Sequence[Buffer], last: Buffer) -> int:
+        """Gives buffers places, the given ones first and in their order, and returns the columns
+        that all take together. Memory is used
         again only for a buffer of the same width: operations on different tokens are computed at
         the same time, and a token's columns must not lie where another's are.
         """
         free: dict[int, list[int]] = {}
-        end, placed = _aligned(first.width), {first}
+        end, placed = 0, {*given}
+        for buffer in given:
+            buffer.base, end = end, end + _aligned(buffer.width)
         for number, (operation, used) in enumerate(self.operations):
             *inputs, output = used
             if output.buffer not in placed:

@@ -84,11 +84,13 @@ def add_norm(
 
 
 def norm_heads(
-    q_THd: Tensor, k_Td: Tensor, query_norm: Any, key_norm: Any
-) -> tuple[Tensor, Tensor]:
+    q_THd: Tensor, k_Td: Tensor | None, query_norm: Any, key_norm: Any
+) -> tuple[Tensor, Tensor | None]:
     """model.attention.norm_heads in one launch, for columns of one matrix and GpuNorms of one
     kind.
     """
+    if k_Td is None:
+        return query_norm(q_THd), None
     num_tokens, num_heads, columns = q_THd.shape
     y_THd = q_THd.new_empty(num_tokens, num_heads + 1, columns)
     if num_tokens:

@@ -54,6 +54,7 @@ class GpuNorm(NormReplacement):
     """Replaces a LayerNorm or an RMSNorm."""
 
     def forward(self, x: Tensor) -> Tensor:
+        assert self.weight is not None
         return norm(x, self.weight, self.bias, self.epsilon, self.offset, centred=self.centred)
 
 
@@ -129,6 +130,13 @@ REPLACEMENTS: dict[type[nn.Module], Any] = {
 }
 
 
+def _replacement(module: nn.Module) -> nn.Module | None:
+    """What replaces a module; None for those that torch computes, norms without weights too."""
+    found = REPLACEMENTS.get(type(module))
+    is_bare = isinstance(module, RMSNorm) and module.weight is None
+    return None if found is None or is_bare else found(module)
+
+
 class CublasProducts(Products):
     """cuBLAS's products, or quantized ones. Sums and the norms after them, norms of heads, and
     gates are one launch each.
@@ -136,10 +144,7 @@ class CublasProducts(Products):
 
     def finish(self, decoder: Decoder) -> None:
         super().finish(decoder)
-        replace_modules(
-            decoder,
-            lambda module: (found := REPLACEMENTS.get(type(module))) and found(module),
-        )
+        replace_modules(decoder, _replacement)
         for module in decoder.modules():
             if isinstance(module, Block):
                 module.add_norm = add_norm

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cache.layout import CacheLayout
+from cache.layout import CacheLayout, Columns
 from cache.pages import PageAllocator
 from cache.pool import FLOAT8, KVPool, in_float8
 from cache.table import PageTable
@@ -64,7 +64,9 @@ def test_attention_is_that_over_the_rounded_numbers(value_in_key: bool) -> None:
         rng = random.Random(seed)
         torch.manual_seed(seed)
         dtype = rng.choice([torch.float32, torch.bfloat16])
-        layout = CacheLayout.of(3, rng.choice([(), (None, 7, None)]), rng.choice([4, 16]))
+        windows, page_size = rng.choice([(), (None, 7, None)]), rng.choice([4, 16])
+        columns = [Columns(40, 24, value_in_key)] * 3
+        layout = CacheLayout.of(3, windows, page_size, columns)
         allocator = PageAllocator(200 * layout.pages_per_block)
         rows = []
         for id in range(rng.randint(2, 6)):
@@ -79,21 +81,11 @@ def test_attention_is_that_over_the_rounded_numbers(value_in_key: bool) -> None:
         k_Td = 600 * torch.randn(num_tokens, 40)
         v_Tv = k_Td[:, :24] if value_in_key else torch.randn(num_tokens, 24)
         half, whole = (
-            KVPool.allocate(
-                layout,
-                allocator.num_pages,
-                40,
-                24,
-                dtype,
-                CPU,
-                value_in_key=value_in_key,
-                stored_as=x,
-            )
+            KVPool.allocate(layout, allocator.num_pages, dtype, CPU, stored_as=x)
             for x in (FLOAT8, torch.float32)
         )
-        for narrow, wide in zip(half.stored, whole.stored, strict=True):
-            narrow.copy_(torch.randn(narrow.shape))
-            wide.copy_(narrow)
+        half.numbers_PN.copy_(torch.randn(half.numbers_PN.shape))
+        whole.numbers_PN.copy_(half.numbers_PN)
         assert find_device("cpu").backend_for(half, 4) == "reference"
         outputs = []
         for pool, (k, v) in (
@@ -103,8 +95,8 @@ def test_attention_is_that_over_the_rounded_numbers(value_in_key: bool) -> None:
             backend = create_backend("reference", pool, 0.001, 4)
             outputs.append(backend.run(backend.plan(batch), 1, q_THd, k.to(dtype), v.to(dtype)))
         assert torch.equal(*outputs)
-        assert torch.equal(half.keys_LPSd.float(), whole.keys_LPSd)
-        assert whole.keys_LPSd.abs().max() == 448
+        assert torch.equal(half.numbers_PN.float(), whole.numbers_PN)
+        assert whole.numbers_PN.abs().max() == 448
 
 
 def make_runner(folder: Path, cache_dtype: str = "fp8") -> ModelRunner:
@@ -149,7 +141,7 @@ def test_a_numerical_error_fails_its_row_alone_and_its_pages_are_cleared(tmp_pat
         StepPlan((Row(0, [7, 1], 0, [array("q", [0])], Sample(GREEDY, [1], [])), fine))
     ).drawn
     assert isinstance(broken, SampleError) and isinstance(whole, SampledToken)
-    assert runner.pool.keys_LPSd.isnan().any()
+    assert runner.pool.numbers_PN.isnan().any()
     (reused,) = runner.run(
         StepPlan((Row(2, [1, 2], 0, [array("q", [0])], Sample(GREEDY, [1], [])),), clear=(0,))
     ).drawn
@@ -158,7 +150,7 @@ def test_a_numerical_error_fails_its_row_alone_and_its_pages_are_cleared(tmp_pat
         and reused.token == whole.token
         and abs(reused.logprob - whole.logprob) < 1e-5
     )
-    assert not runner.pool.keys_LPSd.isnan().any() and not runner.pool.values_LPSv.isnan().any()
+    assert not runner.pool.numbers_PN.isnan().any()
 
 
 @torch.inference_mode()

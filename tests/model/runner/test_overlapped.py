@@ -250,7 +250,7 @@ def test_a_chunk_without_finite_states_fails_alone(num_chunk: int, tmp_path: Pat
     make_checkpoint(SHAPES[1], tmp_path)
     stream = RecordingStream()
     runner: Any = overlapped(tmp_path, stream, captured=True).runner
-    runner.pool.keys_LPSd[:, 1].fill_(torch.nan)
+    runner.pool.numbers_PN[1].fill_(torch.nan)
     greedy = Sample(Sampling(temperature=0.0), [1], [])
 
     def row(id: int, num_tokens: int, first_page: int, sample: Sample | None) -> Row:
@@ -314,7 +314,7 @@ def test_numbers_that_are_not_finite_fail_their_own_row_of_a_captured_step(tmp_p
     for _ in range(3):
         core.step()
     page = core.scheduler.running[0].table.owned[0]
-    runner._stream.enqueue(lambda: runner.pool.keys_LPSd[:, page].fill_(torch.nan))
+    runner._stream.enqueue(lambda: runner.pool.numbers_PN[page].fill_(torch.nan))
     failed: list[int] = []
     finished: list[int] = []
     while core.scheduler.has_work:

@@ -26,18 +26,19 @@ FEATURES = {
     "portable": (),
 }
 """The processor features that each version needs, the fastest first; on Arm `portable` is NEON."""
-INTERFACE = 13
+INTERFACE = 14
 """Version of the kernels' structs, functions and results, the same as in product.cpp."""
 NUMBER_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The kernels' NumberType of each dtype."""
 NUM_ARGUMENTS = {
-    "add_page_sums": 9,
+    "sum_pages": 7,
     "attend": 2,
     "product": 2,
     "pack": 6,
     "take": 6,
     "normalise_rows": 7,
     "gate": 6,
+    "cap_logits": 6,
     "summarise_logits": 7,
 }
 NUM_ARGUMENTS |= {"compute_step": 2, "prepared_bytes": 1}

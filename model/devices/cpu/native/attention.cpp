@@ -34,16 +34,12 @@ template <class Whole> static int64_t sum(const Whole *numbers, int64_t count) {
     return total;
 }
 
-// Adds to each sum that of a page's numbers in all layers, their bits as whole numbers. numbers [layers, pages of the pool, count], of 4 or 2
-// bytes.
-extern "C" void add_page_sums(const char *numbers, int64_t size, int64_t num_layers, int64_t num_pages, int64_t count, const int64_t *pages,
-                              int64_t num_sums, int64_t *sums, int64_t num_threads) {
+// The sum of the numbers of each of these pages, their bits as whole numbers. numbers [pages of the pool, count], of 4 or 2 bytes.
+extern "C" void sum_pages(const char *numbers, int64_t size, int64_t count, const int64_t *pages, int64_t num_sums, int64_t *sums, int64_t num_threads) {
     compute_items(num_sums, num_threads, [=](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; i++) {
-            for (int64_t layer = 0; layer < num_layers; layer++) {
-                const char *page = numbers + (layer * num_pages + pages[i]) * count * size;
-                sums[i] += size == 4 ? sum((const int32_t *)page, count) : sum((const int16_t *)page, count);
-            }
+            const char *page = numbers + pages[i] * count * size;
+            sums[i] = size == 4 ? sum((const int32_t *)page, count) : sum((const int16_t *)page, count);
         }
     });
 }
@@ -56,10 +52,10 @@ template <class Number> static void write(const Attention &attention, int64_t be
         const int64_t place = span.num_keys - span.num_tokens + token - span.first_token;
         const int64_t page = span.pages[place / size * span.page_stride + attention.stack], offset = place % size;
         const float *new_key = attention.new_keys + token * attention.key_stride, *new_value = attention.new_values + token * attention.value_stride;
-        Number *key = (Number *)attention.keys + page * size * attention.key_dim + offset;
+        Number *key = (Number *)attention.keys + page * attention.page_numbers + offset;
         int64_t growth = 0;
         for (int64_t i = 0; i < attention.key_dim; i++) growth += put(new_key[i], key + i * size);
-        Number *value = (Number *)attention.values + (page * size + offset) * attention.value_dim;
+        Number *value = (Number *)attention.values + page * attention.page_numbers + offset * attention.value_dim;
         for (int64_t i = 0; attention.values && i < attention.value_dim; i++) growth += put(new_value[i], value + i);
         if (attention.sums) __atomic_fetch_add(attention.sums + page, growth, __ATOMIC_RELAXED);
     }
@@ -201,9 +197,9 @@ static int64_t begin_of(const Span &span, int64_t token) { return span.window ? 
 
 // Page `number` of a span.
 template <class Number> static Page<Number> page_of(const Attention &attention, const Span &span, int64_t number) {
-    const int64_t slot = span.pages[number * span.page_stride + attention.stack] * attention.page_size;
+    const int64_t first = span.pages[number * span.page_stride + attention.stack] * attention.page_numbers;
     const Number *values = (const Number *)attention.values;
-    return {(const Number *)attention.keys + slot * attention.key_dim, values ? values + slot * attention.value_dim : nullptr};
+    return {(const Number *)attention.keys + first, values ? values + first : nullptr};
 }
 
 // The rows of a part: all of them pass a page while it is in the cache. After the last page they ask for the first one of the next part, if any.
@@ -266,6 +262,7 @@ std::vector<Part> parts_of(const Attention &attention, int64_t num_threads) {
 }
 
 void write_tokens(const Attention &attention, int64_t begin, int64_t end) {
+    if (!attention.new_keys) return;
     switch (attention.number_type) {
         case BFLOAT16: return write<Bfloat16>(attention, begin, end);
         case FLOAT16: return write<Float16>(attention, begin, end);

@@ -12,13 +12,14 @@ struct Span {
 };
 
 struct Attention {
-    const float *queries, *new_keys, *new_values;  // [T, H, d], [T, d] and [T, v], with the strides below from a token to the next
+    const float *queries, *new_keys, *new_values;  // [T, H, d], [T, d] and [T, v], with the strides below from a token to the next; no keys
+                                                   // where the layer reads those that another has stored
     float *outputs;                                // [T, H, v]
-    void *keys, *values;                           // The layer's pages; values may be null.
+    void *keys, *values;                           // Of page 0 in this layer, page_numbers before those of the next; values may be null.
     const Span *spans;
-    int64_t query_stride, key_stride, value_stride, num_tokens, num_spans, stack, num_heads, key_dim, value_dim, page_size, number_type;
+    int64_t query_stride, key_stride, value_stride, num_tokens, num_spans, stack, num_heads, key_dim, value_dim, page_size, page_numbers, number_type;
     float scale;
-    int64_t *sums;  // Of each page, over all layers: the sum of the numbers in it, their bits as whole numbers; may be null.
+    int64_t *sums;  // Of each page: the sum of the numbers in it, their bits as whole numbers; may be null.
 };
 
 // Query rows first .. last of a span, of its num_tokens * H.

@@ -14,7 +14,7 @@ constexpr int64_t UNIT = sizeof(float);
 extern "C" int64_t panel() { return PANEL; }
 
 // As model/devices/cpu/native/__init__.py has it: raised with every change of the structs that come from Python, or of a result's bits.
-extern "C" int64_t interface() { return 13; }
+extern "C" int64_t interface() { return 14; }
 
 constexpr int64_t WEIGHT_BYTES[] = {4, 2, 2};  // By NumberType.
 

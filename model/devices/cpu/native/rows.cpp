@@ -16,6 +16,17 @@ extern "C" void gate(const float *x, float *y, int64_t rows, int64_t size, int64
     });
 }
 
+extern "C" void cap_logits(const float *x, float *y, int64_t rows, int64_t size, const float *most, int64_t num_threads) {
+    constexpr int64_t PIECE = 4096;  // Numbers that a thread takes of a row: a vocabulary is large, and rows may be few.
+    const int64_t pieces = (size + PIECE - 1) / PIECE;
+    compute_items(rows * pieces, num_threads, [=](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) {
+            const int64_t first = i % pieces * PIECE, place = i / pieces * size + first;
+            cap_row(x + place, y + place, std::min(PIECE, size - first), *most);
+        }
+    });
+}
+
 // For each row the logarithm of the sum of its exponentials, the number of its greatest element (the first of several), and that element.
 extern "C" void summarise_logits(const float *logits, float *normalisers, float *greatest_ones, int64_t *places, int64_t rows, int64_t size,
                                  int64_t num_threads) {

@@ -10,7 +10,7 @@ enum NormKind { NO_NORM, LAYER_NORM, RMS_NORM };
 
 // x -> (x - mean) / sqrt(variance + epsilon) * weight + bias, or for RMS_NORM x / sqrt(mean of squares + epsilon) * (weight + offset).
 struct Norm {
-    const float *weight, *bias;  // The bias may be null.
+    const float *weight, *bias;  // Either may be null: weights of 1, biases of 0.
     int64_t kind;
     float epsilon, offset;
 };
@@ -50,7 +50,7 @@ inline void normalise(const float *x, float *y, int64_t size, const Norm &norm) 
     const float factor = 1.0f / std::sqrt(square / float(size) + norm.epsilon);
     for (int64_t k = 0; k < size; k += LANES) {
         Vector value = mul(sub(load_some(x + k, size - k), all(mean)), all(factor));
-        Vector weight = add(load_some(norm.weight + k, size - k), all(norm.offset));
+        const Vector weight = norm.weight ? add(load_some(norm.weight + k, size - k), all(norm.offset)) : all(1.0f);
         value = norm.bias ? fma(value, weight, load_some(norm.bias + k, size - k)) : mul(value, weight);
         store_some(y + k, value, size - k);
     }
@@ -67,6 +67,21 @@ inline void gate_row(const float *x, float *y, int64_t size, int activation) {
 inline void add_row(const float *x, const float *z, float *y, int64_t size, float factor) {
     for (int64_t k = 0; k < size; k += LANES)
         store_some(y + k, fma(all(factor), load_some(z + k, size - k), load_some(x + k, size - k)), size - k);
+}
+
+// y = x * z, or x * factor where there is no z.
+inline void multiply_row(const float *x, const float *z, float *y, int64_t size, float factor) {
+    for (int64_t k = 0; k < size; k += LANES)
+        store_some(y + k, mul(load_some(x + k, size - k), z ? load_some(z + k, size - k) : all(factor)), size - k);
+}
+
+// y = most * tanh(x / most)
+inline void cap_row(const float *x, float *y, int64_t size, float most) {
+    for (int64_t k = 0; k < size; k += LANES) {
+        // tanh(u) = 2 sigmoid(2 u) - 1; its error is that of 1, about 1e-7 * most.
+        const Vector share = sigmoid(mul(load_some(x + k, size - k), all(2.0f / most)));
+        store_some(y + k, mul(fma(all(2.0f), share, all(-1.0f)), all(most)), size - k);
+    }
 }
 
 // Rotates pair i of a head's columns by angle i, whose cosine and sine are given. Interleaved pairs come out as halves.

@@ -7,7 +7,7 @@
 #include "attention.h"
 #include "product.h"
 
-enum Kind { NORM, ADD, ROTATE, GATE, PRODUCT, ATTEND };
+enum Kind { NORM, ADD, MULTIPLY, ROTATE, GATE, PRODUCT, ATTEND };
 
 // Columns of an activation of T tokens: token t has those from memory[base * T + width * t + first] on.
 struct Columns {
@@ -17,11 +17,11 @@ struct Columns {
 // One operation; program.py has the same fields. Those that a kind does not use are 0.
 struct Operation {
     int64_t kind;
-    Columns inputs[3], output;
+    Columns inputs[3], output;  // Of width 0 where there is none.
     int64_t size, heads;  // Columns of a head, or of all where there is one.
     int64_t choice;       // ROTATE: which table; GATE: the activation; ATTEND: the group of layers.
     const void *details;  // NORM: Norm, PRODUCT: Product, ATTEND: Attention.
-    float factor;         // ADD: of the second input.
+    float factor;         // ADD: of the second input; MULTIPLY: instead of a second input.
 };
 
 // Of a group of layers, with the same spans.
@@ -69,6 +69,7 @@ static void compute_token(const Step &step, const Bound &bound, int64_t t) {
             for (int64_t h = 0; h < op.heads; h++) normalise(input(0) + h * op.size, output + h * op.size, op.size, *(const Norm *)op.details);
             break;
         case ADD: add_row(input(0), input(1), output, op.size, op.factor); break;
+        case MULTIPLY: multiply_row(input(0), op.inputs[1].width ? input(1) : nullptr, output, op.size, op.factor); break;
         case ROTATE: {
             const Rotation &rotation = step.rotations[op.choice];
             const float *cosine = rotation.cosine + t * rotation.pairs, *sine = rotation.sine + t * rotation.pairs;
@@ -109,7 +110,8 @@ static Bound bind(const Step &step, const Operation &op, std::vector<std::vector
     if (op.kind == ATTEND) {
         Attention &a = bound.attention = *(const Attention *)op.details;
         a.queries = at(step, op.inputs[0]), a.query_stride = op.inputs[0].width;
-        a.new_keys = at(step, op.inputs[1]), a.key_stride = op.inputs[1].width;
+        if (op.inputs[1].width) a.new_keys = at(step, op.inputs[1]);
+        a.key_stride = op.inputs[1].width;
         a.new_values = at(step, op.inputs[2]), a.value_stride = op.inputs[2].width;
         a.outputs = at(step, op.output);
         a.spans = step.groups[op.choice].spans, a.num_spans = step.groups[op.choice].num_spans, a.num_tokens = step.num_tokens;

@@ -5,27 +5,28 @@ for bit, and `triton-fast`, which has a kernel for long chunks and splits contex
 rows. Triton is imported when a backend is created.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 
+from cache.layout import Columns
 from cache.pool import KVPool
 from model.devices.backend import Backend
 from model.devices.gpu.attention.configurations import LARGEST_SHARED, Sizes, choose_chunks
 
 
-def sizes_of_pool(pool: KVPool, num_heads: int) -> Sizes:
-    """What a model with this pool, and the pool's card, ask of a configuration."""
-    device, value_dim = pool.keys_LPSd.device, pool.values_LPSv.shape[-1]
-    shared = LARGEST_SHARED
+def sizes_of(pool: KVPool, columns: Columns, num_heads: int) -> Sizes:
+    """What layers with these columns, and the pool's card, ask of a configuration."""
+    device, shared = pool.numbers_PN.device, LARGEST_SHARED
     if device.type == "cuda":
         # torch's annotations lack it.
         properties: Any = torch.cuda.get_device_properties(device)
         shared = properties.shared_memory_per_block_optin
     return Sizes(
         num_heads,
-        pool.keys_LPSd.shape[-1],
-        0 if pool.value_in_key else value_dim,
+        columns.key,
+        0 if columns.value_in_key else columns.value,
         pool.compute_dtype.itemsize,
         pool.page_size,
         shared,
@@ -33,17 +34,22 @@ def sizes_of_pool(pool: KVPool, num_heads: int) -> Sizes:
 
 
 def supports(pool: KVPool, num_heads: int) -> bool:
-    """Whether there is a configuration for these pages and heads."""
-    return choose_chunks(sizes_of_pool(pool, num_heads)) is not None
+    """Whether there are configurations for these pages and heads."""
+    columns = (group.columns for group in pool.layout.groups)
+    return all(choose_chunks(sizes_of(pool, each, num_heads)) is not None for each in columns)
 
 
-def create(pool: KVPool, scale: float, num_heads: int) -> Backend:
-    from model.devices.gpu.attention.backend import TritonBackend
+def create(pool: KVPool, scale: float, num_heads: int, *, invariant: bool = False) -> Backend:
+    from model.devices.gpu.attention.backend import MixedBackend, TritonBackend
 
-    return TritonBackend(pool, scale, num_heads, sizes_of_pool(pool, num_heads))
+    backends: dict[Columns, TritonBackend] = {
+        each: TritonBackend(
+            pool, scale, num_heads, each, sizes_of(pool, each, num_heads), invariant=invariant
+        )
+        for each in {group.columns for group in pool.layout.groups}
+    }
+    first, *others = backends.values()
+    return MixedBackend(pool, backends) if others else first
 
 
-def create_invariant(pool: KVPool, scale: float, num_heads: int) -> Backend:
-    from model.devices.gpu.attention.backend import TritonBackend
-
-    return TritonBackend(pool, scale, num_heads, sizes_of_pool(pool, num_heads), invariant=True)
+create_invariant = partial(create, invariant=True)

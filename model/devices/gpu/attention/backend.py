@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cache.layout import LayerGroup, Place, pages_for
+from cache.layout import Columns, LayerGroup, Place, pages_for
 from cache.pool import KVPool
 from model.batch import Batch
 from model.devices.gpu import EXACT, upload
@@ -39,7 +39,7 @@ ROTATED_AT_ONCE = 2048
 """Query columns of a token that one program rotates."""
 LEAST_BLOCK = 16
 """The smallest block of a tensor core instruction."""
-Columns = tuple[int, int, int]
+Widths = tuple[int, int, int]
 """First columns of a key, its tail's, of a value."""
 Plan = StepLists[Tensor]
 
@@ -58,21 +58,29 @@ class TritonBackend:
     are_whole = None
 
     def __init__(
-        self, pool: KVPool, scale: float, num_heads: int, sizes: Sizes, *, invariant: bool = False
+        self,
+        pool: KVPool,
+        scale: float,
+        num_heads: int,
+        columns: Columns,
+        sizes: Sizes,
+        *,
+        invariant: bool = False,
     ) -> None:
         self.pool, self.num_heads, self.batch_invariant = pool, num_heads, invariant
         self.name = "triton" if invariant else "triton-fast"
         self.factor = scale / math.log(2)
-        key_dim, value_dim = pool.keys_LPSd.shape[-1], pool.values_LPSv.shape[-1]
-        first_columns = value_dim if pool.value_in_key else key_dim
-        device = pool.keys_LPSd.device
+        key_dim, value_dim, value_in_key = columns
+        first_columns = value_dim if value_in_key else key_dim
+        device = pool.numbers_PN.device
         self.columns = first_columns, key_dim - first_columns, value_dim
         chunks = choose_chunks(sizes)
         assert chunks is not None, "no kernels for these pages and heads"
         self.sizes, self.chunks = sizes, chunks
         # Triton's interpreter multiplies the bit patterns of bfloat16 as integers.
         upcast = device.type == "cpu" and pool.compute_dtype == torch.bfloat16
-        stored = {"PAGE": pool.page_size, "VALUE_IN_KEY": pool.value_in_key} | EXACT
+        stored = {"PAGE": pool.page_size, "NUMBERS": pool.numbers_PN.shape[1]}
+        stored |= {"VALUE_IN_KEY": value_in_key} | EXACT
         self._options = stored | {"UPCAST": upcast}
         self._write_options = stored | write_sizes_of(num_heads, key_dim, value_dim)
         rows = choose_decode(sizes).rows
@@ -93,7 +101,7 @@ class TritonBackend:
         """Uploads all lists of the step in one copy."""
         tile_rows = 0 if self.batch_invariant else self.chunks.rows
         lists = plan_step(batch.plan, self.pool.layout, self.num_heads, tile_rows)
-        words = upload(torch.from_numpy(joined(lists)), self.pool.keys_LPSd.device)
+        words = upload(torch.from_numpy(joined(lists)), self.pool.numbers_PN.device)
         return parted(words, lists)
 
     def listed(
@@ -118,8 +126,8 @@ class TritonBackend:
         plan: Plan,
         layer: int,
         q_THd: Tensor,
-        k_Td: Tensor,
-        v_Tv: Tensor,
+        k_Td: Tensor | None,
+        v_Tv: Tensor | None,
         rotation: Rotation | None = None,
     ) -> Tensor:
         return self.attend(plan, layer, self.store(plan, layer, q_THd, k_Td, v_Tv, rotation))
@@ -178,13 +186,16 @@ class TritonBackend:
         plan: Plan,
         layer: int,
         q_THd: Tensor,
-        k_Td: Tensor,
-        v_Tv: Tensor,
+        k_Td: Tensor | None,
+        v_Tv: Tensor | None,
         rotation: Rotation | None,
     ) -> Tensor:
-        """Stores keys and values. -> q_THd, rotated; rows of padding are undefined."""
+        """Stores keys and values, if there are any. -> q_THd, rotated; rows of padding are
+        undefined.
+        """
         q_THd = q_THd if q_THd.stride()[1:] == (q_THd.shape[-1], 1) else q_THd.contiguous()
-        k_Td, v_Tv = (x if x.stride(1) == 1 else x.contiguous() for x in (k_Td, v_Tv))
+        k_Td, v_Tv = (x if x is None or x.stride(1) == 1 else x.contiguous() for x in (k_Td, v_Tv))
+        k_stride, v_stride = (0 if x is None else x.stride(0) for x in (k_Td, v_Tv))
         place, group, keys, values = self._stored(layer)
         turned_THd, cosine_Tr, sine_Tr, programs, warps = q_THd, None, None, 1, 1
         if rotation is not None:
@@ -196,15 +207,42 @@ class TritonBackend:
         scatter[len(q_THd), programs](
             q_THd, k_Td, v_Tv, cosine_Tr, sine_Tr, turned_THd, keys, values, plan.positions_T,
             plan.offsets_GT[place.group], plan.pages_P,
-            q_THd.stride(0), k_Td.stride(0), v_Tv.stride(0), place.stack, group.num_stacks,
+            q_THd.stride(0), k_stride, v_stride, place.stack, group.num_stacks,
             INTERLEAVED=rotation is not None and rotation.interleaved, num_warps=warps,
             **self._write_options,
         )  # fmt: skip
         return turned_THd
 
 
+class MixedBackend:
+    """The TritonBackends of a model whose layers have keys of different widths in the same
+    pages.
+    """
+
+    are_whole = None
+
+    def __init__(self, pool: KVPool, backends: dict[Columns, TritonBackend]) -> None:
+        self._pool, self._backends = pool, backends
+        self._first = next(iter(backends.values()))
+        self.name, self.batch_invariant = self._first.name, self._first.batch_invariant
+
+    def plan(self, batch: Batch) -> dict[Columns, Plan]:
+        return {columns: backend.plan(batch) for columns, backend in self._backends.items()}
+
+    def listed(
+        self, positions_B: Tensor, offsets_GB: Tensor, pages_P: Tensor, num_keys: int
+    ) -> dict[Columns, Plan]:
+        """See ListedBackend."""
+        plan = self._first.listed(positions_B, offsets_GB, pages_P, num_keys)
+        return dict.fromkeys(self._backends, plan)
+
+    def run(self, plan: dict[Columns, Plan], layer: int, *arguments: Any) -> Tensor:
+        columns = self._pool.columns(layer)
+        return self._backends[columns].run(plan[columns], layer, *arguments)
+
+
 @cache
-def sizes_of(num_heads: int, columns: Columns, configuration: Configuration) -> dict[str, Any]:
+def sizes_of(num_heads: int, columns: Widths, configuration: Configuration) -> dict[str, Any]:
     """Compile-time constants of the attention kernels: heads and columns, and the blocks that hold
     these.
     """

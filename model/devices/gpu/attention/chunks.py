@@ -39,7 +39,8 @@ def attend(
     q_stride, stack, num_stacks, factor,
     HEADS: tl.constexpr, NUM_D: tl.constexpr, NUM_R: tl.constexpr, NUM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, VALUE_IN_KEY: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAGE: tl.constexpr, NUMBERS: tl.constexpr,
+    WINDOW: tl.constexpr, VALUE_IN_KEY: tl.constexpr,
     UPCAST: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Program i: tile i."""
@@ -68,8 +69,8 @@ def attend(
         peak_M, sum_M, o_MV = online_softmax(
             part_low, part_high, (start + token_M)[:, None], last_position, tl.arange(0, BLOCK_N),
             q_MD, q_MR, peak_M, sum_M, o_MV, pages_ptr, num_stacks, keys_ptr, values_ptr, factor,
-            NUM_D, NUM_R, NUM_V, BLOCK_D, BLOCK_R, BLOCK_V, BLOCK_N, PAGE, WINDOW, VALUE_IN_KEY,
-            part != 1,
+            NUM_D, NUM_R, NUM_V, BLOCK_D, BLOCK_R, BLOCK_V, BLOCK_N, PAGE, NUMBERS,
+            WINDOW, VALUE_IN_KEY, part != 1,
         )  # fmt: skip
     cols_V = tl.arange(0, BLOCK_V)
     output_ptrs = output_ptr + ((at_M * HEADS + head_M) * NUM_V)[:, None] + cols_V[None, :]

@@ -53,8 +53,7 @@ def _attended(
     NUM_D: tl.constexpr, NUM_R: tl.constexpr, NUM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    VALUE_IN_KEY: tl.constexpr,
+    NUMBERS: tl.constexpr, WINDOW: tl.constexpr, VALUE_IN_KEY: tl.constexpr,
 ):  # fmt: skip
     """A tile over blocks low .. high - 1: largest logit, sum of weights and weighted values."""
     inside = tl.arange(0, BLOCK_N)
@@ -69,7 +68,7 @@ def _attended(
     peak, total, o = online_softmax(
         low, high, position, position, inside, q, q_tail, peak, total, o, pages_ptr, num_stacks,
         keys_ptr, values_ptr, factor,
-        NUM_D, NUM_R, NUM_V, BLOCK_D, BLOCK_R, BLOCK_V, GROUPS * BLOCK_N, PAGE, WINDOW,
+        NUM_D, NUM_R, NUM_V, BLOCK_D, BLOCK_R, BLOCK_V, GROUPS * BLOCK_N, PAGE, NUMBERS, WINDOW,
         VALUE_IN_KEY, True,
     )  # fmt: skip
     if GROUPS > 1:
@@ -132,8 +131,9 @@ def decode(
     first_row, q_stride, stack, num_stacks, split, most_splits, factor,
     HEADS: tl.constexpr, NUM_D: tl.constexpr, NUM_R: tl.constexpr, NUM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    VALUE_IN_KEY: tl.constexpr, UPCAST: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
+    NUMBERS: tl.constexpr, WINDOW: tl.constexpr, VALUE_IN_KEY: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, i): tile % TILES of the heads of row first_row + tile // TILES, over split i
     of the row's keys.
@@ -159,8 +159,8 @@ def decode(
         q_tail = _of_each(GROUPS, queries(query_ptrs + NUM_D, NUM_R, BLOCK_R, UPCAST))
     peak_M, sum_M, o_MV = _attended(
         low, high, position, q, q_tail, pages_ptr, num_stacks, keys_ptr, values_ptr, factor,
-        NUM_D, NUM_R, NUM_V, BLOCK_D, BLOCK_R, BLOCK_V, BLOCK_M, GROUPS, BLOCK_N, PAGE, WINDOW,
-        VALUE_IN_KEY,
+        NUM_D, NUM_R, NUM_V, BLOCK_D, BLOCK_R, BLOCK_V, BLOCK_M, GROUPS, BLOCK_N, PAGE,
+        NUMBERS, WINDOW, VALUE_IN_KEY,
     )  # fmt: skip
     last = num_splits == 1
     if not last:

@@ -59,7 +59,7 @@ def online_softmax(
     low, high, position, last, inside, q, q_tail, peak, total, o, pages_ptr, num_stacks, keys_ptr,
     values_ptr, factor,
     NUM_D: tl.constexpr, NUM_R: tl.constexpr, NUM_V: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, NUMBERS: tl.constexpr,
     WINDOW: tl.constexpr, VALUE_IN_KEY: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over blocks low .. high - 1 (Milakov, Gimelshein 2018): largest logit, sum of
@@ -74,9 +74,9 @@ def online_softmax(
     for block in range(low, high):
         next_page = tl.load(pages_ptr + tl.minimum(block + 1, high - 1) // PARTS * num_stacks)
         # 64-bit offsets: a large pool has more than 2**31 elements.
-        slot = page.to(tl.int64) * PAGE + block % PARTS * SIZE
+        first, slot = page.to(tl.int64) * NUMBERS, block % PARTS * SIZE
         there = block * SIZE + inside <= last
-        key_ptr = keys_ptr + slot * (NUM_D + NUM_R)
+        key_ptr = keys_ptr + first + slot * (NUM_D + NUM_R)
         k = columns(key_ptr, inside, there, NUM_D, BLOCK_D, NUM_D + NUM_R, q.dtype, MASKED)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         if NUM_R > 0:
@@ -97,8 +97,9 @@ def online_softmax(
         v = k
         if not VALUE_IN_KEY:
             v = columns(
-                values_ptr + slot * NUM_V, inside, there, NUM_V, BLOCK_V, NUM_V, q.dtype, MASKED
-            )
+                values_ptr + first + slot * NUM_V, inside, there, NUM_V, BLOCK_V, NUM_V, q.dtype,
+                MASKED,
+            )  # fmt: skip
         o = tl.dot(weight.to(v.dtype), v, o * tl.expand_dims(shrink, -1), input_precision="ieee")
         peak, total = new_peak, total * shrink + tl.sum(weight, -1)
         page = next_page

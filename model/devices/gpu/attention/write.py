@@ -57,7 +57,7 @@ def _rotate(
 def scatter(
     q_ptr, k_ptr, v_ptr, cosine_ptr, sine_ptr, turned_ptr, keys_ptr, values_ptr, positions_ptr,
     offsets_ptr, pages_ptr,
-    q_stride, k_stride, v_stride, stack, num_stacks, PAGE: tl.constexpr,
+    q_stride, k_stride, v_stride, stack, num_stacks, PAGE: tl.constexpr, NUMBERS: tl.constexpr,
     HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr,
     BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr, VALUE_IN_KEY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -74,8 +74,10 @@ def scatter(
         cosine_ptr += token * (KEY_DIM // 2)
         sine_ptr += token * (KEY_DIM // 2)
     if part == 0:
-        slot = tl.load(page_ptr).to(tl.int64) * PAGE + position % PAGE
-        from_ptr, to_ptr = k_ptr + token * k_stride, keys_ptr + slot * KEY_DIM
+        if k_ptr is None:
+            return
+        first, slot = tl.load(page_ptr).to(tl.int64) * NUMBERS, position % PAGE
+        from_ptr, to_ptr = k_ptr + token * k_stride, keys_ptr + first + slot * KEY_DIM
         if cosine_ptr is None:
             _copy(from_ptr, to_ptr, KEY_DIM, BLOCK_KEY)
         else:
@@ -85,7 +87,7 @@ def scatter(
             )  # fmt: skip
         if not VALUE_IN_KEY:
             value_ptr = v_ptr + token * v_stride
-            _copy(value_ptr, values_ptr + slot * VALUE_DIM, VALUE_DIM, BLOCK_VALUE)
+            _copy(value_ptr, values_ptr + first + slot * VALUE_DIM, VALUE_DIM, BLOCK_VALUE)
     elif cosine_ptr is not None:
         head_H = (part - 1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         _rotate(

@@ -69,7 +69,7 @@ def test_stored_weights_give_the_bits_of_float32_in_half_the_bytes(
     half, whole = make_runner(folder, "auto"), make_runner(folder, "float32")
     assert computed(half) == computed(whole)
     assert half.dtype is dtype and whole.dtype is torch.float32
-    assert half.pool.keys_LPSd.dtype is whole.pool.keys_LPSd.dtype is torch.float32
+    assert half.pool.dtype is whole.pool.dtype is torch.float32
     # With biases and norms by the hundred.
     assert half.weight_bytes < 0.51 * whole.weight_bytes or family == "deepseek_v3"
     planned = make_plan(PlanOptions(model=folder, memory=10**9, device="cpu"))
@@ -84,7 +84,7 @@ def test_stored_weights_give_the_bits_of_float32_in_half_the_bytes(
 def test_the_option_rounds_weights_and_the_cache(dtype: str, tmp_path: Path) -> None:
     folder = make_folder("gemma3_text", 1, tmp_path, torch.float32)
     runner, whole = make_runner(folder, dtype), make_runner(folder, "auto")
-    assert whole.dtype is torch.float32 and runner.dtype is runner.pool.keys_LPSd.dtype is getattr(
+    assert whole.dtype is torch.float32 and runner.dtype is runner.pool.dtype is getattr(
         torch, dtype
     )
     assert runner.deterministic and runner.pool.num_bytes * 2 == whole.pool.num_bytes

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cache.layout import CacheLayout
+from cache.layout import CacheLayout, Columns
 from cache.pages import PageAllocator
 from cache.pool import KVPool
 from cache.table import PageTable
@@ -54,7 +54,8 @@ class Case:
     ) -> None:
         self.rng = random.Random(seed)
         torch.manual_seed(seed)
-        self.layout = CacheLayout.of(1, (window,) if window else (), page_size)
+        columns = [Columns(key_dim, value_dim, value_in_key)]
+        self.layout = CacheLayout.of(1, (window,) if window else (), page_size, columns)
         self.num_heads, self.dims = num_heads, (key_dim, value_dim)
         self.allocator = PageAllocator(100)
         self.value_in_key = value_in_key
@@ -90,16 +91,11 @@ class Case:
 
     def pool(self, dtype: torch.dtype = torch.float32) -> KVPool:
         transposed = self.keys.transpose(2, 3).contiguous().view(self.keys.shape).to(dtype)
-        values = (
-            transposed[..., : self.dims[1]]
-            if self.value_in_key
-            else self.values.to(dtype, copy=True)
-        )
-        sums = torch.zeros(transposed.shape[1], dtype=torch.int64)
-        for x in (transposed,) if self.value_in_key else (transposed, values):
-            whole = {2: torch.int16, 4: torch.int32}[x.itemsize]
-            sums += x.view(whole).sum(dim=(0, 2, 3))
-        return KVPool(self.layout, transposed, values, torch.float32, sums)
+        held = (transposed,) if self.value_in_key else (transposed, self.values.to(dtype))
+        numbers_PN = torch.cat([x[0].flatten(1) for x in held], dim=1)
+        whole = {2: torch.int16, 4: torch.int32}[numbers_PN.itemsize]
+        sums_P = numbers_PN.view(whole).sum(dim=1)
+        return KVPool(self.layout, numbers_PN, torch.float32, sums_P)
 
     def exact(self, i: int) -> torch.Tensor:
         """softmax(q K^T * scale) V of row i in float64, by the formula."""
@@ -190,20 +186,20 @@ def test_the_sums_of_pages_are_kept_as_they_are_written(width: str, dtype: torch
     latent = (Case(seed, *LATENT[seed], None, most=100, value_in_key=True) for seed in range(2))
     for case in (*cases(10), *latent):
         pool, everywhere = case.pool(dtype), range(100)
-        before = pool.keys_LPSd.clone()
+        before = pool.numbers_PN.clone()
         case.run(list(range(len(case.rows))), pool)
-        assert not torch.equal(before, pool.keys_LPSd)
+        assert not torch.equal(before, pool.numbers_PN)
         are_whole = create_backend("native", pool, 1.0, case.num_heads).are_whole
         assert are_whole is not None and all(are_whole(everywhere))
         for _ in range(50):
-            page, x = case.rng.choice(everywhere), case.rng.choice(pool.stored)
-            held = x[:, page].view(torch.uint8)
+            page = case.rng.choice(everywhere)
+            held = pool.numbers_PN[page].view(torch.uint8)
             place = tuple(case.rng.randrange(size) for size in held.shape)
             held[place] ^= (flip := case.rng.randrange(1, 256))
             assert are_whole(everywhere) == [each != page for each in everywhere]
             held[place] ^= flip
         pool.clear(torch.tensor([2, 4]))
-        assert all(are_whole(everywhere)) and not pool.keys_LPSd[:, 2].any()
+        assert all(are_whole(everywhere)) and not pool.numbers_PN[2].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -223,9 +219,7 @@ def test_pages_of_16_bits_give_the_bits_of_the_same_numbers_in_float32(
         whole = case.pool()
         for rounded, expected in zip(actual, case.run(everyone, whole), strict=True):
             assert torch.equal(rounded, expected)
-        assert torch.equal(half.keys_LPSd.float(), whole.keys_LPSd) and torch.equal(
-            half.values_LPSv.float(), whole.values_LPSv
-        )
+        assert torch.equal(half.numbers_PN.float(), whole.numbers_PN)
 
 
 KEY_DIMS = range(32, 577, 16)

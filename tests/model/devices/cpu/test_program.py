@@ -15,8 +15,9 @@ import torch
 
 from model.batch import build_batch
 from model.checkpoint.families import read_spec
+from model.devices.backend import Plans
 from model.devices.cpu.attention import Attention as AttentionStruct
-from model.devices.cpu.program import KEPT_TOKENS, Program
+from model.devices.cpu.program import KEPT_TOKENS, RecordedForward
 from model.devices.cpu.recording import ATTEND, PRODUCT, Activation, Buffer, Recorder
 from model.devices.device import Device
 from model.options import EngineOptions
@@ -64,20 +65,20 @@ def ragged(runner: ModelRunner, rng: random.Random, num_rows: int, most_tokens: 
 
 def states(
     runner: ModelRunner, forward: Any, plan: StepPlan, threads: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The hidden states of a step over pages of random numbers, and what the pages hold
     afterwards.
     """
-    for seed, pages in enumerate((runner.pool.keys_LPSd, runner.pool.values_LPSv)):
-        pages.copy_(torch.randn(pages.shape, generator=torch.Generator().manual_seed(seed)))
+    pages = runner.pool.numbers_PN
+    pages.copy_(torch.randn(pages.shape, generator=torch.Generator().manual_seed(0)))
     torch.set_num_threads(threads)
     try:
         with torch.inference_mode():
             batch = build_batch(plan, runner.pool.layout, runner.device.upload)
-            x_TD = forward(batch, runner.backend.plan(batch)).clone()
+            x_TD = forward(batch, Plans.of(runner.backend, batch)).clone()
     finally:
         torch.set_num_threads(1)
-    return x_TD, runner.pool.keys_LPSd.clone(), runner.pool.values_LPSv.clone()
+    return x_TD, pages.clone()
 
 
 @pytest.mark.parametrize(("family", "number"), CASES)
@@ -85,7 +86,7 @@ def test_a_program_gives_the_bits_of_the_modules(family: str, number: int, tmp_p
     dtype, quantization = FORMS[number % len(FORMS)]
     runner = load(family, number, tmp_path, dtype, quantization)
     recordable = runner.backend.name == "native" and family not in NOT_RECORDED
-    assert isinstance(runner.forward, Program) == recordable
+    assert isinstance(runner.forward, RecordedForward) == recordable
     if not recordable:
         return
     modules = Device.forward(runner.device, runner.decoder, runner.backend)
@@ -108,7 +109,7 @@ def test_long_steps_take_memory_that_is_not_kept(tmp_path: Path) -> None:
     for num_tokens in (1, KEPT_TOKENS, KEPT_TOKENS + 50, 7):
         plan = StepPlan((Row(0, [5] * num_tokens, 0, [array("q", range(20))], None),))
         assert torch.equal(states(runner, forward, plan, 2)[0], states(runner, modules, plan, 2)[0])
-        kept.append(len(forward._memory))
+        kept.append(len(forward.whole._memory))
     assert kept[0] < kept[1] == kept[2] == kept[3]
 
 
@@ -135,7 +136,7 @@ def test_no_two_activations_overlap_while_both_are_needed(seed: int) -> None:
     for _ in range(rng.randrange(1, 30)):
         inputs = rng.choices(alive[-3:], k=rng.randint(1, 3))
         alive.append(recorder.add(rng.choice((PRODUCT, ATTEND)), inputs, rng.choice((8, 24, 32))))
-    end = recorder.place(first, alive[-1].buffer)
+    end = recorder.place([first], alive[-1].buffer)
     made = {id(first): -1} | {
         id(used[-1].buffer): number for number, (_, used) in enumerate(recorder.operations)
     }
@@ -155,7 +156,7 @@ def test_keys_and_values_are_rounded_as_torch_rounds_them(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
     runner = load("gpt_bigcode", 0, tmp_path, str(dtype).removeprefix("torch."), "none")
-    size, rng = runner.pool.keys_LPSd.shape[-1], torch.Generator().manual_seed(0)
+    size, rng = runner.pool.columns(0).key, torch.Generator().manual_seed(0)
     exact = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).float()
     tied = ((exact[:-1].double() + exact[1:].double()) / 2).float()
     special = torch.tensor(
@@ -185,10 +186,9 @@ def test_keys_and_values_are_rounded_as_torch_rounds_them(
             runner.device.upload,
         )
         runner.backend.run(runner.backend.plan(batch), 0, torch.zeros(32, 4, size), k_Td, k_Td)
-        keys_Td = (
-            runner.pool.keys_LPSd[0, [3, 5]].view(2, size, 16).transpose(1, 2).reshape(32, size)
-        )
-        values_Td = runner.pool.values_LPSv[0, [3, 5]].reshape(32, size)
+        keys_PSd, values_PSv = runner.pool.layer(0)
+        keys_Td = keys_PSd[[3, 5]].view(2, size, 16).transpose(1, 2).reshape(32, size)
+        values_Td = values_PSv[[3, 5]].reshape(32, size)
         for found_Td in (keys_Td, values_Td):
             assert torch.equal(found_Td.nan_to_num(7.0), k_Td.to(dtype).nan_to_num(7.0))
 

@@ -1,0 +1,192 @@
+"""gemma4 and gemma4_text: Gemma 4 E2B, of which the text is served. Layers with full attention have
+wider heads than those with a window, the last layers read the keys and values of earlier ones, and
+every layer is given columns of its own of each token.
+"""
+
+import re
+from dataclasses import replace
+
+from model.checkpoint.config import Config
+from model.checkpoint.layer_types import rotations_of, windows_of
+from model.checkpoint.names import Names, Part, llama_names, renamed
+from model.spec import CheckpointError, ModelSpec
+
+_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh"}
+_NORMS = {
+    "attention_norm": "input_layernorm",
+    "attention_branch_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_branch_norm": "post_feedforward_layernorm",
+}
+_LAYER_INPUT = {
+    "layer_input.up": "per_layer_input_gate",
+    "layer_input.down": "per_layer_projection",
+    "layer_input_norm": "post_per_layer_input_norm",
+}
+_OUTER_INPUT = {
+    "layer_inputs.table": "embed_tokens_per_layer",
+    "layer_inputs.projection": "per_layer_model_projection",
+    "layer_inputs.norm": "per_layer_projection_norm",
+}
+_FULL_ROTATION = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
+_OTHERS = """
+vision_config audio_config boi_token_id eoi_token_id image_token_id video_token_id boa_token_id
+eoa_token_id eoa_token_index audio_token_id vision_soft_tokens_per_image
+"""
+"""Keys of the whole model that say nothing of its text."""
+
+
+_OTHER_PARTS = re.compile(r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\.")
+_SHARED = re.compile(
+    r"model\.(?:language_model\.)?layers\.(\d{1,4})\.self_attn\.[kv]_(?:proj|norm)\.weight"
+)
+
+
+def _sources(config: Config, windows: tuple[int | None, ...]) -> tuple[int, ...]:
+    """For each layer the one whose keys and values it reads: the last ones read those of the last
+    layer of their kind that has its own.
+    """
+    num_own = len(windows) - config.integer(
+        "num_kv_shared_layers", 0, least=0, most=len(windows) - 1
+    )
+    last = {windows[layer]: layer for layer in range(num_own)}
+    if not last.keys() >= set(windows):
+        kinds = "a layer of each kind before those that share its keys and values"
+        raise config.wrong("num_kv_shared_layers", kinds)
+    own = range(num_own)
+    return (*own, *(last[window] for window in windows[num_own:])) if num_own < len(windows) else ()
+
+
+def _wide_head_dim(config: Config, head_dim: int, windows: tuple[int | None, ...]) -> int:
+    """Columns of a head in layers with full attention. transformers writes them for each such
+    layer.
+    """
+    layers = config.sub("per_layer_config")
+    if layers is None:
+        return config.columns("global_head_dim", 512)
+    config.get("global_head_dim")
+    # Written as "4", or as "04" where there are more than ten layers.
+    names = {int(name): name for name in layers.values if name.isascii() and name.isdigit()}
+    found = set()
+    for layer, window in enumerate(windows):
+        own = layers.sub(names.get(layer, "")) or Config({}, layers.path)
+        dim = own.columns("head_dim", head_dim)
+        own.one_key_value_head("num_key_value_heads", 1, convertible=False)
+        if window is None:
+            found.add(dim)
+        elif dim != head_dim:
+            raise own.wrong("head_dim", f"{head_dim}, as of every layer with a window")
+        for key in own.unread():
+            raise CheckpointError(f"{layers.path}: {layer}: {key} is not known")
+    for key in layers.unread():
+        raise CheckpointError(f"{layers.path}: there is no layer {key}")
+    if len(found) > 1:
+        raise config.wrong("per_layer_config", "one head_dim for all layers with full attention")
+    return found.pop() if found else head_dim
+
+
+def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec:
+    """The spec of a config.json with model_type gemma4 or gemma4_text. Raises CheckpointError
+    naming the key that does not fit.
+    """
+    model_type = config.get("model_type")
+    if model_type == "gemma4":
+        for key in _OTHERS.split():
+            config.get(key)
+    hidden_size, num_layers = config.integer("hidden_size"), config.layers("num_hidden_layers")
+    config.one_key_value_head("num_key_value_heads", 4, convertible=False)
+    config.only("num_global_key_value_heads", 1, why="onehead serves one key/value head")
+    config.only("use_bidirectional_attention", "vision", why="onehead serves causal models")
+    config.only("attention_k_eq_v", False, why="onehead reads a value projection in every layer")
+    config.only("enable_moe_block", False, why="onehead serves Gemma 4 without experts")
+    for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        config.get(key)
+    head_dim = config.columns("head_dim", 256)
+    most = config.integer("max_position_embeddings", 131_072)
+    windows = windows_of(config, num_layers, 512)
+    if windows[-1] is not None:
+        raise config.wrong("layer_types", "a list that ends with full_attention")
+    wide = _wide_head_dim(config, head_dim, windows)
+    (rotation, reach), (window_rotation, window_reach) = rotations_of(
+        config, (wide, head_dim), most, Config(_FULL_ROTATION, config.path)
+    )
+    sources, size = _sources(config, windows), config.integer("intermediate_size")
+    is_double = config.flag("use_double_wide_mlp", False)
+    sizes = [size * (1 + (is_double and layer != source)) for layer, source in enumerate(sources)]
+    bias = config.flag("attention_bias", False)
+    cap = config.get("final_logit_softcapping")
+    vocab_size = config.integer("vocab_size", 262_144)
+    return ModelSpec(
+        model_type=model_type,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_query_heads=config.integer("num_attention_heads"),
+        head_dim=head_dim,
+        intermediate_size=size,
+        max_positions=min(reach, window_reach),
+        norm_epsilon=config.number("rms_norm_eps", 1e-6),
+        activation=config.choice("hidden_activation", _ACTIVATIONS, "gelu_pytorch_tanh"),
+        attention_scale=1.0,
+        tied_embeddings=config.flag("tie_word_embeddings", True),
+        end_token_ids=end_token_ids,
+        norm="rms_norm",
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=False,
+        gated_mlp=True,
+        branch_norms=True,
+        query_key_norm=True,
+        value_norm=True,
+        embedding_scale=hidden_size**0.5,
+        rotary=rotation,
+        window_rotary=window_rotation,
+        windows=windows,
+        wide_head_dim=wide,
+        kv_sources=sources,
+        intermediate_sizes=tuple(sizes),
+        layer_input_size=config.integer("hidden_size_per_layer_input", 256, least=0),
+        layer_input_vocab_size=config.integer("vocab_size_per_layer_input", 262_144, vocab_size),
+        layer_scale=True,
+        logit_cap=None if cap is None else config.number("final_logit_softcapping"),
+    )
+
+
+def weight_names(spec: ModelSpec) -> Names:
+    """Decoder parameter -> its checkpoint tensors, for every parameter of this spec."""
+    names = llama_names(spec, _NORMS)
+    if spec.layer_input_size:
+        names |= renamed({ours: f"model.{theirs}" for ours, theirs in _OUTER_INPUT.items()})
+    for layer in range(spec.num_layers):
+        ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
+        norms = {"query_norm": "q_norm"}
+        if layer < spec.num_storing_layers:
+            norms["key_norm"] = "k_norm"
+        modules = {
+            f"{ours}.attention.{norm}": f"{theirs}.self_attn.{name}" for norm, name in norms.items()
+        }
+        if spec.layer_input_size:
+            modules |= {
+                f"{ours}.{module}": f"{theirs}.{name}" for module, name in _LAYER_INPUT.items()
+            }
+        names |= renamed(modules)
+        names[f"{ours}.scale"] = (Part(f"{theirs}.layer_scalar"),)
+    if spec.model_type == "gemma4_text":
+        return names
+    return {
+        ours: tuple(
+            replace(part, name=part.name.replace("model.", "model.language_model.", 1))
+            for part in parts
+        )
+        for ours, parts in names.items()
+    }
+
+
+def is_ignored(name: str, spec: ModelSpec) -> bool:
+    """Whether a tensor belongs to what is not served, images and sound, or to keys and values that
+    a layer reads from another one instead.
+    """
+    if _OTHER_PARTS.match(name):
+        return True
+    found = _SHARED.fullmatch(name)
+    return found is not None and spec.num_storing_layers <= int(found[1]) < spec.num_layers

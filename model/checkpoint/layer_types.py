@@ -1,0 +1,54 @@
+"""Decoders with two kinds of layers, with a sliding window and with full attention, each with its own
+rotary embedding: what Gemma 3's and 4's config.json say of them.
+"""
+
+from model.checkpoint.config import Config
+from model.checkpoint.rope import rotary_of
+from model.spec import CheckpointError, Rotary
+
+LAYER_TYPES = ("sliding_attention", "full_attention")
+Reach = tuple[Rotary, int]
+"""A rotary embedding, and the number of positions that it supports."""
+
+
+def windows_of(config: Config, num_layers: int, default: int) -> tuple[int | None, ...]:
+    """The window of each layer: from the list of layer types, else every sixth layer has full
+    attention. Raises CheckpointError.
+    """
+    window = config.integer("sliding_window", default)
+    pattern = config.integer("sliding_window_pattern", 6)
+    types = config.get("layer_types")
+    if types is None:
+        types = [LAYER_TYPES[(layer + 1) % pattern == 0] for layer in range(num_layers)]
+    if (
+        not isinstance(types, list)
+        or len(types) != num_layers
+        or any(kind not in LAYER_TYPES for kind in types)
+    ):
+        raise config.wrong("layer_types", f"a list of {num_layers} of {' and '.join(LAYER_TYPES)}")
+    return tuple(window if kind == LAYER_TYPES[0] else None for kind in types)
+
+
+def rotations_of(
+    config: Config, head_dims: tuple[int, int], most: int, full: Config | None = None
+) -> tuple[Reach, Reach]:
+    """The rotations of layers with full attention and of layers with a window, whose heads have so
+    many columns. `full`: what `rope_parameters` say of the former where they say nothing. Raises
+    CheckpointError.
+    """
+    base, local_base = config.number("rope_theta", 1e6), config.number("rope_local_base_freq", 1e4)
+    scaling, new, local = config.sub("rope_scaling"), config.sub("rope_parameters"), None
+    if scaling is not None and new is not None:
+        raise CheckpointError(
+            f"{config.path}: rope_scaling and rope_parameters are both there; expected one of them"
+        )
+    if new is not None:
+        scaling, local = new.sub("full_attention"), new.sub("sliding_attention")
+        for key in new.unread():
+            raise CheckpointError(
+                f"{config.path}: rope_parameters: {key} is none of {', '.join(LAYER_TYPES)}"
+            )
+    return (
+        rotary_of(scaling or full, config.path, head_dims[0], most, base),
+        rotary_of(local, config.path, head_dims[1], most, local_base),
+    )

@@ -1,0 +1,47 @@
+"""MappedRows: a table that stays in its file, of which steps read some rows.
+
+The file is mapped, so that the system keeps in memory what is read often and gives up the rest when
+memory is short. Invariant: rows are the numbers that the file's Reader gives, as float32. It knows
+nothing of decoders.
+"""
+
+import mmap
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model.checkpoint.files import Stored
+from model.checkpoint.gguf.dequantize import QUANTIZED, dequantize
+from model.checkpoint.safetensors_file import DTYPES
+from model.spec import CheckpointError
+
+
+class MappedRows:
+    """Rows by number of a matrix whose file has been checked. Raises CheckpointError."""
+
+    def __init__(self, stored: Stored) -> None:
+        self._kind, (num_rows, self._columns) = stored.dtype, stored.shape
+        row_bytes = stored.num_bytes // num_rows
+        first = stored.begin - stored.begin % mmap.ALLOCATIONGRANULARITY
+        try:
+            with stored.path.open("rb") as file:
+                end = stored.begin + stored.num_bytes
+                mapped = mmap.mmap(
+                    file.fileno(), end - first, access=mmap.ACCESS_READ, offset=first
+                )
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{stored.path}: cannot be mapped ({error})") from None
+        # Rows are read in no order: what lies after one is not wanted.
+        mapped.madvise(mmap.MADV_RANDOM)
+        bytes_N = np.frombuffer(mapped, np.uint8, offset=stored.begin - first)
+        self._rows_VB = bytes_N.reshape(num_rows, row_bytes)
+
+    def __call__(self, ids_T: Tensor) -> Tensor:
+        """-> rows_TC in float32, of ids within the table."""
+        data_TB = torch.from_numpy(self._rows_VB[ids_T.numpy()])
+        if self._kind not in QUANTIZED:
+            return data_TB.view(DTYPES[self._kind]).float()
+        rows_TC = torch.empty(len(ids_T), self._columns)
+        dequantize(self._kind, data_TB, rows_TC)
+        return rows_TC
