@@ -29,6 +29,7 @@ from model.checkpoint.families import read_spec
 from model.devices import create_backend
 from model.devices.cpu.device import CpuDevice
 from model.draw_words import pack_redraw
+from model.kv_layout import layout_of
 from model.runner.pending_step import PendingStep
 from model.runner.runner import ModelRunner
 from model.sampling import ALL_FINITE
@@ -127,7 +128,7 @@ def make_worker(num_sequences: int, num_tokens: int, most_captured: int = 0) -> 
     captured.
     """
     spec = read_spec(EMBEDDED_MODEL)
-    layout = spec.layout(PAGE_SIZE)
+    layout = layout_of(spec, PAGE_SIZE)
     num_pages = num_sequences * layout.most_pages(num_tokens, STEP_TOKENS)
     # Nothing is ever written to it, so that it takes no memory.
     pool = KVPool.allocate(layout, num_pages, torch.float32, CPU)

@@ -26,6 +26,7 @@ from commands.progress import progress
 from model.checkpoint.families import read_spec
 from model.decoder import meta_decoder
 from model.devices import device_class, find_device
+from model.kv_layout import layout_of
 from model.spec import CheckpointError, ModelSpec, OptionError
 
 KV_ITEM_BYTES = ITEM_BYTES | {"fp8": 1}
@@ -215,7 +216,7 @@ def _fit(
     """Sequences of each length that a cache holds: `left` bytes with one key/value head, and with
     those that it is compared with.
     """
-    layout = spec.layout(options.page_size)
+    layout = layout_of(spec, options.page_size)
     page_bytes = bytes_per_page(layout, itemsize)
     # The same layout, windows and all, with pages as much larger as keys and values of more heads
     # make them.
@@ -305,8 +306,8 @@ def show(made: Plan, console: Console, measured: Measured | str) -> None:
         f"[bold]{spec.model_type}[/bold]: {made.parameters:,} parameters, {spec.num_layers} "
         f"layers{seen}"
     )
-    columns = {spec.columns_of(layer): None for layer in range(spec.num_storing_layers)}
-    widths = " and ".join(str(each.key) for each in columns)
+    kept = map(spec.kv_columns_of, range(spec.num_storing_layers))
+    widths = " and ".join(dict.fromkeys(str(key) for key, _, _ in kept))
     heads = (
         f"{spec.num_query_heads} query heads, {made.heads} key/value "
         f"head{'s' if made.heads > 1 else ''} of {widths}"

@@ -20,8 +20,9 @@ from model.spec import Latent, ModelSpec
 
 Attend = Callable[[int, Tensor, Tensor | None, Tensor | None, Rotation | None], Tensor]
 """(layer, q_THd, k_Td, v_Td, rotation) -> o_THd. K and V have no head axis: there is one KV head.
-Without them the layer reads those that another one has stored. With a rotation, queries and keys still have to be rotated: a backend that stores keys can do that
-in the same kernel, others call `rotation.both`.
+Without them the layer reads those that another one has stored. With a rotation, queries and keys
+still have to be rotated: a backend that stores keys can do that in the same kernel, others call
+`rotation.both`.
 """
 
 

@@ -7,8 +7,6 @@ tensors and no torch.
 
 from dataclasses import dataclass
 
-from cache.layout import CacheLayout, Columns
-
 
 class OptionError(ValueError):
     """Options that contradict each other, the data or the hardware; the message names them."""
@@ -167,25 +165,20 @@ class ModelSpec:
         """
         return len(set(self.kv_sources)) if self.kv_sources else self.num_layers
 
-    def columns_of(self, layer: int) -> Columns:
-        """Columns of a cached key and value of this layer."""
+    def kv_columns_of(self, layer: int) -> tuple[int, int, bool]:
+        """Columns of a cached key and of a value of this layer, and whether the value is the first
+        columns of the key and takes no memory of its own.
+        """
         if self.latent is not None:
-            rank = self.latent.rank
-            return Columns(rank + self.latent.rotary_dim, rank, value_in_key=True)
-        return Columns(self.head_dim_of(layer), self.head_dim_of(layer))
-
-    def layout(self, page_size: int) -> CacheLayout:
-        """How its keys and values lie in pages of so many tokens."""
-        columns = [self.columns_of(layer) for layer in range(self.num_layers)]
-        return CacheLayout.of(self.num_layers, self.windows, page_size, columns, self.kv_sources)
+            return self.latent.rank + self.latent.rotary_dim, self.latent.rank, True
+        return self.head_dim_of(layer), self.head_dim_of(layer), False
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of K and V that one token takes over all layers, as long as it is within every
         layer's window. With latent attention the value lies in the key.
         """
-        return sum(
-            self.columns_of(layer).stored * itemsize for layer in range(self.num_storing_layers)
-        )
+        kept = map(self.kv_columns_of, range(self.num_storing_layers))
+        return itemsize * sum(key + (0 if in_key else value) for key, value, in_key in kept)
 
     def contexts(self) -> list[int]:
         """Context lengths for tables: powers of two from 512 (or less for a small model) up to the

@@ -22,6 +22,7 @@ from model.checkpoint.families import read_spec
 from model.checkpoint.weights import load_decoder
 from model.devices import create_backend, find_device
 from model.devices.products import Products
+from model.kv_layout import layout_of
 from model.spec import OptionError
 from model.step import Row, StepPlan
 from tests.support.conditions import Engine, alone, batches, compare, make_cases
@@ -47,7 +48,7 @@ class Model:
             else Products()
         )
         self.decoder = load_decoder(folder, spec, dtype, torch.device(device), products)
-        layout = spec.layout(PAGE_SIZE)
+        layout = layout_of(spec, PAGE_SIZE)
         num_pages = POSITIONS // PAGE_SIZE * layout.pages_per_block
         self.pool = KVPool.allocate(layout, num_pages, dtype, torch.device(device))
         self.backend = create_backend(

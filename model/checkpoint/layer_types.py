@@ -1,5 +1,5 @@
-"""Decoders with two kinds of layers, with a sliding window and with full attention, each with its own
-rotary embedding: what Gemma 3's and 4's config.json say of them.
+"""Decoders with two kinds of layers, with a sliding window and with full attention, each with a
+rotary embedding of its own: what Gemma 3's and 4's config.json say of them.
 """
 
 from model.checkpoint.config import Config

@@ -31,7 +31,7 @@ Key = tuple[int, int, int]
 """Seed, choice and output index: all that the randomness of a draw depends on."""
 Forward = Callable[[Batch, Plans], Tensor]
 """(the rows of a step, the backend's plans for it) -> their last hidden states x_TD, valid until the
-next call; of tokens that are not in the batch's tail, if it has one, those that they leave with"""
+next call. Tokens that are not in the batch's tail, if it has one, have those that they left with."""
 
 
 class Event(Protocol):

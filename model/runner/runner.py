@@ -29,6 +29,7 @@ from model.devices import create_backend, find_device
 from model.devices.backend import Backend, Plans
 from model.devices.device import Device, Stream, lack_of_memory
 from model.devices.replacement import RowMatrix
+from model.kv_layout import layout_of
 from model.options import EngineOptions
 from model.runner.cuda_graphs import CudaGraphs, ListedBackend, captured_sizes
 from model.runner.pending_step import PendingStep
@@ -117,7 +118,7 @@ class ModelRunner:
         is not there, or if its pages cannot hold one token of a sequence.
         """
         spec = decoder.spec
-        layout = spec.layout(options.page_size)
+        layout = layout_of(spec, options.page_size)
         page_bytes = bytes_per_page(layout, _pool(layout, 1, options, device, META).dtype.itemsize)
         # Steps are measured before free memory is: the first ones load libraries, whose memory
         # stays taken.
@@ -493,7 +494,7 @@ def _check_options(spec: ModelSpec, options: EngineOptions, device: Device) -> N
         device.check_float8()
     if not options.deterministic:
         return
-    layout = spec.layout(options.page_size)
+    layout = layout_of(spec, options.page_size)
     pool = _pool(layout, 1, options, device, META)
     found = device.backend_for(pool, spec.num_query_heads, options.deterministic)
     if found != device.invariant_backend:

@@ -17,6 +17,7 @@ from model.checkpoint.weights import load_decoder
 from model.decoder import Decoder
 from model.devices import create_backend, find_device
 from model.devices.cpu.products import PackedEmbedding
+from model.kv_layout import layout_of
 from model.options import EngineOptions
 from model.runner.runner import ModelRunner
 from model.step import Row, Sample, SampledToken, SampleError, Sampling, StepPlan
@@ -34,7 +35,7 @@ def load(folder: Path) -> Decoder:
 
 
 def make_pool(decoder: Decoder, num_pages: int, page_size: int) -> KVPool:
-    layout = decoder.spec.layout(page_size)
+    layout = layout_of(decoder.spec, page_size)
     return KVPool.allocate(layout, num_pages * layout.pages_per_block, torch.float32, CPU)
 
 

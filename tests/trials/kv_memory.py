@@ -19,6 +19,7 @@ import torch
 from cache.layout import CacheLayout, pages_for
 from cache.pool import KVPool
 from model.checkpoint.families import read_spec
+from model.kv_layout import layout_of
 from model.spec import ModelSpec
 from model.step import SampledToken, Sampling, StepPlan, StepResult
 from server.engine.scheduler import Limits, Scheduler
@@ -42,7 +43,7 @@ SPECS = {name: read_spec(MODELS / name) for name in NAMES}
 
 def allocated_bytes_per_token(spec: ModelSpec) -> float:
     """Bytes of a pool over the tokens that it has slots for in every layer."""
-    layout = spec.layout(PAGE_SIZE)
+    layout = layout_of(spec, PAGE_SIZE)
     pages = 3 * layout.pages_per_block
     pool = KVPool.allocate(layout, pages, torch.bfloat16, torch.device("cpu"))
     return pool.num_bytes / (3 * PAGE_SIZE)
@@ -61,7 +62,7 @@ def history(spec: ModelSpec, num_requests: int, seed: int = 0) -> dict[str, Any]
     """Runs the requests to their end; the share of owned slots that held no token, and the most
     pages a window's layers kept.
     """
-    layout = spec.layout(PAGE_SIZE)
+    layout = layout_of(spec, PAGE_SIZE)
     limits = Limits(64 * layout.most_pages(2048, 512), layout, 4096, 64, 512)
     scheduler, model, rng = Scheduler(limits), InventedModel(), random.Random(seed)
     for id in range(num_requests):

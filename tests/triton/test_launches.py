@@ -21,6 +21,7 @@ from model.checkpoint.families import read_spec
 from model.decoder import Decoder, meta_decoder
 from model.devices import create_backend
 from model.devices.gpu.device import GpuDevice
+from model.kv_layout import layout_of
 from model.runner.runner import ModelRunner
 from tests.support.families import CONFIGS, bigcode
 
@@ -110,7 +111,7 @@ def launches(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> Launches:
 def capture(decoder: Decoder, launches: Launches) -> int:
     """Captures steps of one and of two rows. -> how many were"""
     spec = decoder.spec
-    layout = spec.layout(16)
+    layout = layout_of(spec, 16)
     pool = KVPool.allocate(layout, layout.pages_per_block * 40, torch.bfloat16, DEVICE.torch_device)
     heads = spec.num_query_heads
     backend = create_backend(DEVICE.backend_for(pool, heads), pool, spec.attention_scale, heads)

@@ -1,4 +1,4 @@
-"""Program: layers of a decoder as one call of a kernel (native/step.cpp), recorded from its modules.
+"""Program: layers of a decoder as one call of a kernel (native/step.cpp), recorded from modules.
 
 Invariant: memory of a step's activations is shared by layers and used again in the next step. It
 knows nothing of requests and pages.

@@ -59,8 +59,8 @@ def online_softmax(
     low, high, position, last, inside, q, q_tail, peak, total, o, pages_ptr, num_stacks, keys_ptr,
     values_ptr, factor,
     NUM_D: tl.constexpr, NUM_R: tl.constexpr, NUM_V: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, NUMBERS: tl.constexpr,
-    WINDOW: tl.constexpr, VALUE_IN_KEY: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
+    NUMBERS: tl.constexpr, WINDOW: tl.constexpr, VALUE_IN_KEY: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over blocks low .. high - 1 (Milakov, Gimelshein 2018): largest logit, sum of
     weights and weighted values.
