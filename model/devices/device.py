@@ -30,8 +30,9 @@ MEMORY_ERRORS = "out of memory", "ALLOC_FAILED", "can't allocate memory"
 Key = tuple[int, int, int]
 """Seed, choice and output index: all that the randomness of a draw depends on."""
 Forward = Callable[[Batch, Plans], Tensor]
-"""(the rows of a step, the backend's plans for it) -> their last hidden states x_TD, valid until the
-next call. Tokens that are not in the batch's tail, if it has one, have those that they left with."""
+"""(the rows of a step, the backend's plans for it) -> the last hidden states x_TD, valid until the
+next call. Of tokens that are not in the batch's tail, if it has one, they are those that layers
+before it leave."""
 
 
 class Event(Protocol):
