@@ -28,6 +28,7 @@ ARCHITECTURES = {
     "falcon": gguf.MODEL_ARCH.FALCON,
     "gemma": gguf.MODEL_ARCH.GEMMA,
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+    "gemma4_text": gguf.MODEL_ARCH.GEMMA4,
     "gpt_bigcode": gguf.MODEL_ARCH.STARCODER,
     "llama": gguf.MODEL_ARCH.LLAMA,
 }
@@ -115,9 +116,9 @@ def _converted(
             array = _interleaved(array, heads)
         elif kind == "llama" and ".k_proj." in theirs:
             array = _interleaved(array, 1)
-        elif kind.startswith("gemma") and theirs.endswith("norm.weight"):
+        elif kind in ("gemma", "gemma3_text") and theirs.endswith("norm.weight"):
             array = array + np.float32(1)
-        found[_name(names, theirs)] = array
+        found[_name(names, theirs + (".weight" if theirs.endswith("scalar") else ""))] = array
     return found | _factors(config)
 
 
@@ -134,6 +135,12 @@ def _interleaved(array: Any, heads: int) -> Any:
 def _factors(config: dict[str, Any]) -> dict[str, Any]:
     """The divisors of rotary frequencies that the converter computes for Llama 3."""
     rope = config.get("rope_parameters") or {}
+    if config["model_type"] == "gemma4_text":
+        full = rope.get("full_attention", {"partial_rotary_factor": 0.25})
+        num_pairs = config["global_head_dim"] // 2
+        num_turning = int(full["partial_rotary_factor"] * num_pairs)
+        divisors = [full.get("factor", 1.0)] * num_turning + [1e30] * (num_pairs - num_turning)
+        return {"rope_freqs.weight": np.array(divisors, np.float32)}
     if rope.get("rope_type") != "llama3":
         return {}
     dim, context = config["head_dim"], rope["original_max_position_embeddings"]
@@ -195,6 +202,32 @@ def _gemma3(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _gemma4(config: dict[str, Any]) -> dict[str, Any]:
+    kinds, shared = config["layer_types"], config["num_kv_shared_layers"]
+    rope, keys = config.get("rope_parameters") or {}, dict[str, Any]()
+    for suffix, kind, name, base in (
+        ("", "full_attention", "global_head_dim", 1e6),
+        ("_swa", "sliding_attention", "head_dim", 1e4),
+    ):
+        keys |= {f"attention.{part}_length{suffix}": config[name] for part in ("key", "value")}
+        keys[f"rope.dimension_count{suffix}"] = config[name]
+        keys[f"rope.freq_base{suffix}"] = float(rope.get(kind, {}).get("rope_theta", base))
+    if config.get("use_double_wide_mlp"):
+        size = config["intermediate_size"]
+        keys["feed_forward_length"] = [size] * (len(kinds) - shared) + [2 * size] * shared
+    return (
+        _sizes(config)
+        | keys
+        | {
+            "attention.shared_kv_layers": shared,
+            "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+            "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in kinds],
+            "attention.sliding_window": config.get("sliding_window", 512),
+            "final_logit_softcapping": config.get("final_logit_softcapping"),
+        }
+    )
+
+
 def _starcoder(config: dict[str, Any]) -> dict[str, Any]:
     epsilon = {
         "attention.layer_norm_epsilon": config.get("layer_norm_epsilon", 1e-5),
@@ -223,6 +256,7 @@ _METADATA: dict[str, Any] = {
     "falcon": _falcon,
     "gemma": _gemma,
     "gemma3_text": _gemma3,
+    "gemma4_text": _gemma4,
     "gpt_bigcode": _starcoder,
     "llama": _llama,
 }

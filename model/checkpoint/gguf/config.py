@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
-from model.checkpoint.config import Config, short
+from model.checkpoint.config import MOST, Config, short
 from model.checkpoint.files import Stored
 from model.checkpoint.gguf.split import GGUF
 from model.spec import CheckpointError
@@ -20,7 +20,12 @@ EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 SECOND_NORM = "blk.0.attn_norm_2.weight"
 """Tensor that only falcon's newer architecture has."""
 FREQUENCIES = "rope_freqs.weight"
-"""Tensor that holds no weights, but the divisors of a llama's rotary frequencies."""
+"""Tensor that holds no weights, but the divisors of rotary frequencies."""
+NOT_TURNING = 1e30
+"""The divisor of a pair that does not turn."""
+LAYER_INPUTS = "per_layer_token_embd.weight"
+BASES = {"": 1e6, "_swa": 1e4}
+"""Gemma 4's rotary bases where a file does not say them, of layers without and with a window."""
 _DTYPES = {"F16": "float16", "BF16": "bfloat16"}
 _HARMLESS = ("rope.scaling.finetuned", "vocab_size")
 _NEUTRAL = """
@@ -183,6 +188,85 @@ def _gemma3(metadata: Metadata) -> dict[str, Any]:
     }
 
 
+def _gemma4(metadata: Metadata) -> dict[str, Any]:
+    """Layers with full attention have wider heads, of which a tensor says which pairs turn."""
+    num_layers = metadata.layers("block_count")
+    heads, mlps = (
+        _each(metadata, key, num_layers)
+        for key in ("attention.head_count_kv", "feed_forward_length")
+    )
+    metadata.values = {
+        **metadata.values,
+        "attention.head_count_kv": max(heads),
+        "feed_forward_length": mlps[0],
+    }
+    widths = [_width(metadata, suffix) for suffix in ("", "_swa")]
+    num_shared = metadata.integer("attention.shared_kv_layers", 0, least=0, most=num_layers - 1)
+    is_double = mlps[-1] == 2 * mlps[0]
+    if mlps != [
+        mlps[0] * (1 + (is_double and i >= num_layers - num_shared)) for i in range(num_layers)
+    ]:
+        shared = f"the same in all layers, or doubled in the last {num_shared}"
+        raise metadata.wrong("feed_forward_length", shared)
+    inputs = metadata.tensors.get(LAYER_INPUTS)
+    bases = [metadata.number(f"rope.freq_base{suffix}", base) for suffix, base in BASES.items()]
+    return _sizes(metadata) | {
+        "model_type": "gemma4_text",
+        "num_key_value_heads": 1,
+        "head_dim": widths[1],
+        "global_head_dim": widths[0],
+        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        "attention_bias": "blk.0.attn_q.bias" in metadata.tensors,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "num_kv_shared_layers": num_shared,
+        "use_double_wide_mlp": is_double,
+        "hidden_size_per_layer_input": metadata.integer(
+            "embedding_length_per_layer_input", 0, least=0
+        ),
+        "vocab_size_per_layer_input": None if inputs is None else inputs.shape[0],
+        "final_logit_softcapping": metadata.get("final_logit_softcapping") or None,
+        "sliding_window": (window := metadata.integer("attention.sliding_window")),
+        "layer_types": _layer_types(metadata, num_layers, window),
+        "rope_parameters": {
+            "full_attention": {"rope_theta": bases[0]} | _turning(metadata),
+            "sliding_attention": {"rope_type": "default", "rope_theta": bases[1]},
+        },
+    }
+
+
+def _each(metadata: Metadata, key: str, count: int) -> list[int]:
+    """An integer above 0 of each of so many layers, which are listed unless they are the same."""
+    value = metadata.get(key)
+    if not isinstance(value, list | array):
+        return [metadata.integer(key)] * count
+    found = list(value)
+    if len(found) != count or not all(type(each) is int and 0 < each <= MOST for each in found):
+        raise metadata.wrong(key, f"an integer of at least 1, or {count} of them")
+    return found
+
+
+def _width(metadata: Metadata, suffix: str) -> int:
+    """Columns of a head, the same of keys and values, which are rotated whole."""
+    width = metadata.columns(f"attention.key_length{suffix}")
+    for key in (f"attention.value_length{suffix}", f"rope.dimension_count{suffix}"):
+        if metadata.columns(key, width) != width:
+            raise metadata.wrong(key, f"attention.key_length{suffix}, {width}")
+    return width
+
+
+def _turning(metadata: Metadata) -> dict[str, Any]:
+    """Which pairs of a head turn: those whose frequency is not divided by a number beyond any."""
+    if FREQUENCIES not in metadata.tensors:
+        return {"rope_type": "default"}
+    divisors = _floats(metadata.tensors[FREQUENCIES])
+    turning = [each for each in divisors if each < NOT_TURNING]
+    if not turning or divisors[: len(turning)] != turning or len({*turning}) > 1:
+        expected = f"one divisor for the first pairs, and {NOT_TURNING:g} for those after them"
+        raise CheckpointError(f"{metadata.path}: {FREQUENCIES} must have {expected}")
+    share = len(turning) / len(divisors)
+    return {"rope_type": "proportional", "partial_rotary_factor": share, "factor": turning[0]}
+
+
 def _layer_types(metadata: Metadata, num_layers: int, window: int) -> list[str]:
     """The kind of each layer: by a list of booleans that are true for a window, or with full
     attention in every n-th layer.
@@ -231,6 +315,7 @@ _FAMILIES: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "falcon": _falcon,
     "gemma": _gemma,
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
     "llama": _llama,
     "starcoder": _starcoder,
 }

@@ -46,6 +46,10 @@ _GEMMA3 = _LLAMA | _table("""
     post_attention_norm post_attention_layernorm  ffn_norm pre_feedforward_layernorm
     post_ffw_norm post_feedforward_layernorm
 """)
+_GEMMA4 = _GEMMA3 | _table("""
+    inp_gate per_layer_input_gate  proj per_layer_projection  post_norm post_per_layer_input_norm
+    layer_output_scale layer_scalar
+""")
 _STARCODER = _table("""
     attn_norm ln_1  attn_qkv attn.c_attn  attn_output attn.c_proj  ffn_norm ln_2
     ffn_up mlp.c_fc  ffn_down mlp.c_proj
@@ -56,6 +60,11 @@ _FALCON = _table("""
     ffn_up mlp.dense_h_to_4h      ffn_down mlp.dense_4h_to_h
 """)
 _OUTER_LLAMA = _table("token_embd model.embed_tokens  output_norm model.norm  output lm_head")
+_OUTER_GEMMA4 = _OUTER_LLAMA | _table("""
+    per_layer_token_embd model.embed_tokens_per_layer
+    per_layer_model_proj model.per_layer_model_projection
+    per_layer_proj_norm model.per_layer_projection_norm
+""")
 _OUTER_GPT = _table("""
     token_embd transformer.wte  position_embd transformer.wpe  output_norm transformer.ln_f
     output lm_head
@@ -65,6 +74,7 @@ _TABLES = {
     "falcon": (_OUTER_FALCON, "transformer.h", _FALCON),
     "gemma": (_OUTER_LLAMA, "model.layers", _LLAMA),
     "gemma3": (_OUTER_LLAMA, "model.layers", _GEMMA3),
+    "gemma4": (_OUTER_GEMMA4, "model.layers", _GEMMA4),
     "llama": (_OUTER_LLAMA, "model.layers", _LLAMA),
     "starcoder": (_OUTER_GPT, "transformer.h", _STARCODER),
 }
@@ -80,7 +90,7 @@ def sources(gguf: GGUF, config: Config) -> dict[str, Source]:
     architecture = architecture_of(gguf)
     found: dict[str, Source] = {}
     for name, stored in gguf.tensors.items():
-        if name == FREQUENCIES and architecture == "llama":
+        if name == FREQUENCIES and architecture in ("llama", "gemma4"):
             continue  # Read with the config.
         theirs = _their_name(gguf, architecture, name)
         if theirs in found:
@@ -107,5 +117,7 @@ def _their_name(gguf: GGUF, architecture: str, name: str) -> str:
     module, _, kind = name.rpartition(".")
     layer = _IN_LAYER.fullmatch(module)
     if kind in ("weight", "bias") and layer and layer[2] in modules:
+        if modules[layer[2]] == "layer_scalar":  # A number, and no module with a weight.
+            return f"{prefix}.{layer[1]}.layer_scalar"
         return f"{prefix}.{layer[1]}.{modules[layer[2]]}.{kind}"
     return f"{outer[module]}.{kind}" if module in outer and kind in ("weight", "bias") else name

@@ -23,7 +23,12 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Values of tokenizer.ggml.token_type."""
 SPACE = "\u2581"
 """Letter that stands for a space in the pieces of a SentencePiece vocabulary."""
+GEMMA4 = "gemma4"
+"""The kind of tokenizer with SentencePiece's pieces whose merges are listed."""
 ENDS = ("eos", "eot", "eom")
+ENDING = {GEMMA4: ("<turn|>", "<|tool_response>")}
+"""Tokens that end a text besides these, by the kind of tokenizer, as in llama.cpp: the metadata do
+not name them."""
 NAMED = {
     "bos_token": ("bos",),
     "eos_token": ("eos",),
@@ -94,13 +99,19 @@ def tokenizer_json(config: Config) -> Json:
     a tokenizer that is not supported.
     """
     vocabulary = Vocabulary.of(config)
-    kind = config.choice(f"{PREFIX}model", {"llama": "llama", "gpt2": "gpt2"}, "none")
-    begins = kind == "llama" or config.get(f"{PREFIX}pre") in WHOLE_WORDS
+    kind = config.choice(
+        f"{PREFIX}model", {name: name for name in ("llama", "gpt2", GEMMA4)}, "none"
+    )
+    begins = kind in ("llama", GEMMA4) or config.get(f"{PREFIX}pre") in WHOLE_WORDS
+    if kind == "gpt2":
+        parts = _byte_level(vocabulary)
+    else:
+        parts = _pieces(vocabulary, _merges(vocabulary) if kind == "llama" else _pairs(vocabulary))
     return {
         "version": "1.0",
         "added_tokens": _added_tokens(vocabulary),
         "post_processor": _post_processor(vocabulary, begins),
-        **(_sentencepiece if kind == "llama" else _byte_level)(vocabulary),
+        **parts,
     }
 
 
@@ -124,6 +135,9 @@ def generation_config(config: Config) -> Json:
     """
     vocabulary = Vocabulary.of(config)
     ends = {id for name in ENDS if (id := vocabulary.id(name)) is not None}
+    for token in ENDING.get(config.get(f"{PREFIX}model"), ()):
+        if token in vocabulary.tokens:
+            ends.add(vocabulary.tokens.index(token))
     sampling = {ours: config.get(f"general.sampling.{name}") for name, ours in SAMPLING.items()}
     given = {key: value for key, value in sampling.items() if value is not None}
     return {"eos_token_id": sorted(ends)} | given
@@ -174,9 +188,9 @@ def _post_processor(vocabulary: Vocabulary, begins: bool) -> Json | None:
     return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": used}
 
 
-def _sentencepiece(vocabulary: Vocabulary) -> Json:
-    """The parts of a tokenizer.json for a SentencePiece vocabulary: adjacent pieces that make the
-    best piece are merged first.
+def _pieces(vocabulary: Vocabulary, merges: list[tuple[str, str]]) -> Json:
+    """The parts of a tokenizer.json for a vocabulary of pieces of text, in which a letter stands
+    for a space. The first of the merges that a text has is made first.
     """
     escape = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     unescape = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
@@ -194,13 +208,15 @@ def _sentencepiece(vocabulary: Vocabulary) -> Json:
             "fuse_unk": True,
             "byte_fallback": BYTE in vocabulary.types,
             "vocab": {token: id for id, token in enumerate(vocabulary.tokens)},
-            "merges": _merges(vocabulary),
+            "merges": merges,
         },
     }
 
 
 def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """Every way to make a piece of two others, those of the best piece first."""
+    """Of a SentencePiece vocabulary, every way to make a piece of two others, those of the best
+    piece first.
+    """
     scores = _list(vocabulary.config, "scores", float, len(vocabulary.tokens))
     rows = zip(vocabulary.tokens, vocabulary.types, scores, strict=True)
     pieces = {token: score for token, kind, score in rows if kind in (NORMAL, UNUSED)}
@@ -213,6 +229,20 @@ def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     return merges
 
 
+def _pairs(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+    """The merges that the metadata list. Raises CheckpointError."""
+    config, tokens, merges = vocabulary.config, set(vocabulary.tokens), []
+    for number, merge in enumerate(_list(config, "merges", str)):
+        left, _, right = merge[1:].partition(" ")
+        pair = merge[:1] + left, right
+        if not right or not tokens.issuperset((*pair, "".join(pair))):
+            expected = "expected two tokens of the vocabulary that make a third"
+            found = f"{PREFIX}merges: number {number} is {short(merge)}"
+            raise CheckpointError(f"{config.path}: {found}; {expected}")
+        merges.append(pair)
+    return merges
+
+
 def _byte_level(vocabulary: Vocabulary) -> Json:
     """The parts of a tokenizer.json for byte-level BPE, whose vocabulary is written in letters that
     stand for bytes.
@@ -221,16 +251,7 @@ def _byte_level(vocabulary: Vocabulary) -> Json:
     pre = config.choice(f"{PREFIX}pre", {name: name for name in PATTERNS}, "default")
     if config.flag(f"{PREFIX}add_space_prefix", False):
         raise config.wrong(f"{PREFIX}add_space_prefix", "false for a byte-level vocabulary")
-    vocab = {token: id for id, token in enumerate(vocabulary.tokens)}
-    merges = []
-    for number, merge in enumerate(_list(config, "merges", str)):
-        left, _, right = merge[1:].partition(" ")
-        pair = merge[:1] + left, right
-        if not right or not all(part in vocab for part in (*pair, "".join(pair))):
-            expected = "expected two tokens of the vocabulary that make a third"
-            found = f"{PREFIX}merges: number {number} is {short(merge)}"
-            raise CheckpointError(f"{config.path}: {found}; {expected}")
-        merges.append(pair)
+    merges, vocab = _pairs(vocabulary), {token: id for id, token in enumerate(vocabulary.tokens)}
     isolated = {"type": "Split", "behavior": "Isolated", "invert": False}
     splits: list[Json] = [isolated | {"pattern": {"Regex": regex}} for regex in PATTERNS[pre]]
     byte_level = {
