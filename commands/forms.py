@@ -3,6 +3,7 @@ files or from shapes alone.
 """
 
 from collections import Counter
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,11 +25,12 @@ MIXED = "mixed"
 
 
 def stored(
-    folder: Path, decoder: Decoder, keeps_blocks: bool
+    folder: Path, decoder: Decoder, keeps_blocks: bool, left: Collection[Tensor] = ()
 ) -> tuple[str, dict[str, int], Counter[str]]:
     """The form in which a CPU holds the matrices of a checkpoint as they are stored: by the headers
     of its files or, where these are not there, by its config.json. (its name, the bytes of all
-    parameters where it is MIXED, matrices by the format of their blocks)
+    parameters but those that are `left` in the file where it is MIXED, matrices by the format of
+    their blocks)
     """
     found, blocks, total = set[str](), Counter[str](), 0
     with suppress(CheckpointError):
@@ -37,6 +39,8 @@ def stored(
         names = family_of(decoder.spec.model_type).weight_names(decoder.spec)
         matrices = _matrices(decoder)
         for name, parameter in decoder.named_parameters():
+            if _is_among(left, parameter):
+                continue
             if parameter not in matrices:
                 total += parameter.numel() * ITEM_BYTES["float32"]
                 continue
@@ -84,17 +88,21 @@ def bytes_of_more_heads(
 
 
 def weight_bytes(
-    decoder: Decoder, dtype: str = "float32", vectors: str | None = None
+    decoder: Decoder,
+    dtype: str = "float32",
+    vectors: str | None = None,
+    left: Collection[Tensor] = (),
 ) -> dict[str, int]:
-    """Bytes of all parameters of a decoder in each form that the server can hold them in; quantized
-    ones beside what stays in `dtype`. What is no linear layer or table, and routers, are in
-    `vectors`; if that is None, in what these are in.
+    """Bytes of all parameters of a decoder, but those that are `left` in the checkpoint's file, in
+    each form that the server can hold them in; quantized ones beside what stays in `dtype`. What is
+    no linear layer or table, and routers, are in `vectors`; if that is None, in what these are in.
     """
     matrices = _matrices(decoder)
+    parameters = [p for p in decoder.parameters() if not _is_among(left, p)]
     counted = {
         form: sum(
             p.numel() * ITEM_BYTES[form if vectors is None or p in matrices else vectors]
-            for p in decoder.parameters()
+            for p in parameters
         )
         for form in ITEM_BYTES
     }
@@ -102,9 +110,19 @@ def weight_bytes(
         # Norms, biases and what is not quantized are in the server's dtype.
         counted[kind] = sum(
             len(p) * form.row_bytes(p.shape[1]) if p in matrices else p.numel() * ITEM_BYTES[dtype]
-            for p in decoder.parameters()
+            for p in parameters
         )
     return counted
+
+
+def left_in_file(decoder: Decoder, device: str) -> list[Tensor]:
+    """Parameters that a device does not hold: on a CPU the table of layer inputs."""
+    inputs = decoder.layer_inputs
+    return [] if inputs is None or device != "cpu" else [*inputs.table.parameters()]
+
+
+def _is_among(left: Collection[Tensor], parameter: Tensor) -> bool:
+    return any(parameter is each for each in left)
 
 
 def _matrices(decoder: Decoder) -> set[Tensor]:

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from cache.pool import bytes_per_page
 from commands.convert import convert
-from commands.forms import ITEM_BYTES, bytes_of_more_heads, stored, weight_bytes
+from commands.forms import ITEM_BYTES, bytes_of_more_heads, left_in_file, stored, weight_bytes
 from commands.options import PlanOptions
 from commands.perplexity import Measured, measure
 from commands.progress import progress
@@ -68,6 +68,8 @@ class Plan:
     fit: list[dict[str, int]] | None
     """For each context how many sequences fit, and how many would with the key/value heads of
     multi_head."""
+    num_left: int = 0
+    """Parameters that stay in the checkpoint's file and are counted nowhere else."""
 
     def as_json(self) -> dict[str, Any]:
         """The plan as one JSON object."""
@@ -80,6 +82,7 @@ class Plan:
             "compared_key_value_heads": self.compared_heads,
             "max_context": spec.max_positions,
             "parameters": self.parameters,
+            "parameters_left_in_file": self.num_left,
             "weight_bytes": self.weight_bytes,
             "weight_bytes_as_is": self.weight_bytes_as_is,
             "kv_bytes_per_token": self.kv_bytes_per_token,
@@ -114,25 +117,26 @@ def make_plan(options: PlanOptions) -> Plan:
     dtypes = device_class(device)().dtypes(options.dtype)
     compute, cache = (str(each).removeprefix("torch.") for each in (dtypes.compute, dtypes.cache))
     decoder = meta_decoder(spec)
+    left = left_in_file(decoder, device)
     held = str(dtypes.matrices).removeprefix("torch.")
     mixed = dict[str, int]()
     blocks = Counter[str]()
     if dtypes.matrices is None:
         held, mixed, blocks = stored(
-            options.model, decoder, options.quantization in ("auto", "all")
+            options.model, decoder, options.quantization in ("auto", "all"), left
         )
     dtype = held if options.quantization in NOT_QUANTIZED else compute
     form = dtype if options.quantization in NOT_QUANTIZED else options.quantization
     kv_dtype = cache if options.cache_dtype == "auto" else options.cache_dtype
     kinds = compute, "float32" if device == "cpu" else None
-    weights = weight_bytes(decoder, *kinds)
+    weights = weight_bytes(decoder, *kinds, left)
     weights = {name: count for name, count in weights.items() if name != "float16" or name == form}
     as_is = {
         name: count + bytes_of_more_heads(spec, heads, name, *kinds)
         for name, count in weights.items()
     } | mixed
     weights |= mixed
-    left, left_as_is = (int((memory - counted[form]) * share) for counted in (weights, as_is))
+    free, free_as_is = (int((memory - counted[form]) * share) for counted in (weights, as_is))
     kv_bytes = {
         name: {
             "multi_query": spec.kv_bytes_per_token(size),
@@ -142,8 +146,8 @@ def make_plan(options: PlanOptions) -> Plan:
         if name in (*weights, "fp8", kv_dtype)
     }
     fit = (
-        _fit(spec, heads, (left, left_as_is), KV_ITEM_BYTES[kv_dtype], options)
-        if left > 0
+        _fit(spec, heads, (free, free_as_is), KV_ITEM_BYTES[kv_dtype], options)
+        if free > 0
         else None
     )
     counted = decoder.num_parameters, weights, as_is, kv_bytes
@@ -160,6 +164,7 @@ def make_plan(options: PlanOptions) -> Plan:
         kv_dtype,
         blocks,
         fit,
+        sum(parameter.numel() for parameter in left),
     )
 
 
@@ -316,6 +321,11 @@ def show(made: Plan, console: Console, measured: Measured | str) -> None:
         f"{heads}{' (the value is its beginning)' if spec.latent else ''}; up to "
         f"{spec.max_positions:,} tokens"
     )
+    if made.num_left:
+        console.print(
+            f"{made.num_left:,} of the parameters, a table, stay in the checkpoint's file, of "
+            "which a step reads what its tokens need"
+        )
     if made.heads > 1:
         console.print(
             "onehead serves one key/value head: planned as `onehead convert` makes it, beside the "

@@ -1,0 +1,154 @@
+"""Gemma 4: the folder of the whole model, of which the text is served, and what is refused."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model.checkpoint.families import read_spec, spec_of
+from model.checkpoint.weights import load_decoder
+from model.devices import find_device
+from model.kv_layout import layout_of
+from model.spec import CheckpointError, ModelSpec
+from tests.support.families import make_family_checkpoint
+
+CPU = torch.device("cpu")
+E2B: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    "hidden_size": 1536,
+    "num_hidden_layers": 35,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+    "sliding_window": 512,
+    "num_kv_shared_layers": 20,
+    "intermediate_size": 6144,
+    "use_double_wide_mlp": True,
+    "final_logit_softcapping": 30.0,
+}
+"""The published configuration of Gemma 4 E2B."""
+TURNS_TWICE = {"rope_type": "proportional", "partial_rotary_factor": 2}
+
+
+def spec(**changes: Any) -> ModelSpec:
+    return spec_of(Path("m"), E2B | changes)
+
+
+def test_the_published_configuration() -> None:
+    found = spec()
+    assert found.num_storing_layers == 15
+    assert found.kv_sources[13:20] == (13, 14, 13, 13, 13, 13, 14)
+    assert [found.head_dim_of(layer) for layer in (0, 4, 34)] == [256, 512, 512]
+    assert [found.intermediate_size_of(layer) for layer in (14, 15)] == [6144, 12288]
+    assert found.rotary is not None
+    frequencies = found.rotary.inverse_frequencies
+    assert len(frequencies) == 256 and frequencies[64:] == (0.0,) * 192
+    assert frequencies[63] == pytest.approx(1e6 ** (-126 / 512))
+    layout = layout_of(found, 16)
+    assert [(g.window, g.layers_per_page, g.num_stacks) for g in layout.groups] == [
+        (512, 6, 2),
+        (None, 3, 1),
+    ]
+    # Without bound 6 KiB a token in bfloat16, and 12 KiB of each token within the window.
+    assert layout.token_numbers == 3072 and found.kv_bytes_per_token(2) == 18 * 1024
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_key_value_heads": 2}, "num_key_value_heads is 2, expected 1"),
+        ({"num_global_key_value_heads": 4}, "num_global_key_value_heads is 4"),
+        ({"attention_k_eq_v": True}, "attention_k_eq_v is True"),
+        ({"enable_moe_block": True}, "enable_moe_block is True"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
+        ({"num_kv_shared_layers": 35}, "num_kv_shared_layers must be an integer from 0 to 34"),
+        ({"num_kv_shared_layers": 32}, "num_kv_shared_layers must be a layer of each kind"),
+        ({"layer_types": ["sliding_attention"] * 35}, "layer_types must be a list that ends with"),
+        ({"layer_types": ["full_attention"]}, "layer_types must be a list of 35"),
+        ({"vocab_size_per_layer_input": 9}, "vocab_size_per_layer_input must be an integer of at"),
+        ({"final_logit_softcapping": -1}, "final_logit_softcapping must be a number above 0"),
+        ({"per_layer_config": {"4": {"head_dim": 512}}}, "one head_dim for all layers"),
+        ({"per_layer_config": {"0": {"head_dim": 512}}}, "head_dim must be 256, as of every layer"),
+        ({"per_layer_config": {"4": {"width": 1}}}, "per_layer_config: 4: width is not known"),
+        ({"per_layer_config": {"99": {}}}, "per_layer_config: there is no layer 99"),
+        (
+            {"rope_parameters": {"full_attention": TURNS_TWICE}},
+            "partial_rotary_factor must be a share",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_not_served_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError) as error:
+        spec(**changes)
+    assert message in str(error.value)
+
+
+def test_of_the_whole_model_the_text_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Towers are passed over, and so are keys and values of layers that read another's."""
+    (text := tmp_path / "text").mkdir()
+    (whole := tmp_path / "whole").mkdir()
+    make_family_checkpoint("gemma4_text", 0, text)
+    config = json.loads((text / "config.json").read_text())
+    config = {
+        "model_type": "gemma4",
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "text_config": config,
+        "vision_config": {"hidden_size": 8},
+        "audio_config": None,
+        "image_token_id": 258880,
+    }
+    (whole / "config.json").write_text(json.dumps(config))
+    tensors = load_file(text / "model.safetensors")
+    renamed = {
+        name.replace("model.", "model.language_model.", 1): value for name, value in tensors.items()
+    }
+    others = (
+        "model.vision_tower.encoder.layers.0.mlp.up_proj.weight",
+        "model.audio_tower.conv.weight",
+        "model.embed_vision.embedding_projection.weight",
+        "model.language_model.layers.7.self_attn.k_proj.weight",
+        "model.language_model.layers.14.self_attn.v_proj.weight",
+        "model.language_model.layers.9.self_attn.k_norm.weight",
+    )
+    path = whole / "model.safetensors"
+    save_file(renamed | {name: torch.ones(2, 2) for name in others}, path)
+    with caplog.at_level(logging.WARNING):
+        read = read_spec(whole)
+    assert not caplog.records
+    found, expected = (
+        load_decoder(folder, read_spec(folder), torch.float32, CPU) for folder in (whole, text)
+    )
+    for (name, ours), (other, theirs) in zip(
+        found.named_parameters(), expected.named_parameters(), strict=True
+    ):
+        assert name == other and torch.equal(ours, theirs)
+    assert read.model_type == "gemma4"
+    save_file(
+        renamed | {"model.language_model.layers.6.self_attn.k_proj.bias": torch.ones(2)}, path
+    )
+    with pytest.raises(CheckpointError, match=r"unexpected tensor .*layers\.6\.self_attn\.k_proj"):
+        load_decoder(whole, read, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_table_of_layer_inputs_stays_in_its_file(dtype: torch.dtype, tmp_path: Path) -> None:
+    made = make_family_checkpoint("gemma4_text", 0, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.embed_tokens_per_layer.weight"
+    save_file(tensors | {name: tensors[name].to(dtype)}, tmp_path / "model.safetensors")
+    device, read = find_device("cpu"), read_spec(made.folder)
+    products = device.products(device.dtypes("auto"), "int8", deterministic=False)
+    decoder: Any = load_decoder(made.folder, read, torch.float32, CPU, products)
+    ids = torch.tensor([5, 300, 0, 5])
+    assert torch.equal(decoder.layer_inputs.table(ids), tensors[name].to(dtype)[ids].float())
+    assert not any("table" in name for name, _ in decoder.named_parameters())
+    with pytest.raises(IndexError):
+        decoder.layer_inputs.table(torch.tensor([read.layer_input_vocab_size]))
