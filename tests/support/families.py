@@ -137,6 +137,11 @@ def bigcode(embedding: int, heads: int, layers: int, vocab: int, **more: Any) ->
     )
 
 
+def youtu(*sizes: int, **more: Any) -> dict[str, Any]:
+    # transformers 5.23 sets the embedding of a padding token to 0 when it loads one.
+    return llama_like("youtu", *sizes, **(more | {"pad_token_id": None}))
+
+
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 
@@ -460,6 +465,22 @@ CONFIGS: dict[str, list[dict[str, Any]]] = {
             **experts(1, 4, 1, 12, 1, n_group=1, topk_group=1),
             attention_bias=True,
         ),
+    ],
+    "youtu": [
+        youtu(64, 4, 3, 301, 90, **latent(24, None, 12, 8, 20)),
+        youtu(48, 3, 2, 333, 64, **latent(16, 20, 10, 6, 16), rope_interleave=False),
+        youtu(60, 5, 3, 300, 33, **latent(32, 12, 16, 4, 8), attention_bias=True),
+        youtu(
+            56,
+            7,
+            2,
+            310,
+            128,
+            **latent(40, None, 24, 16, 24),
+            tie_word_embeddings=False,
+            rope_parameters={"rope_type": "default", "rope_theta": 1.6e6},
+        ),
+        youtu(32, 1, 2, 499, 70, **latent(512, 40, 32, 64, 32)),
     ],
     "minicpm3": [
         llama_like("minicpm3", 64, 4, 3, 301, 90, **latent(24, None, 12, 8, 20), dim_model_base=32),

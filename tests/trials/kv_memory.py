@@ -36,6 +36,7 @@ NAMES = (
     "gemma-2b",
     "gemma-3-270m",
     "gemma-3-1b",
+    "gemma-4-e2b",
     "deepseek-v2-lite",
 )
 SPECS = {name: read_spec(MODELS / name) for name in NAMES}

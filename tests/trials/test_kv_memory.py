@@ -12,6 +12,7 @@ PUBLISHED = {
     "gemma-2b": 18_432,
     "gemma-3-270m": 18_432,
     "gemma-3-1b": 26_624,
+    "gemma-4-e2b": 18_432,
 }
 PUBLISHED |= {"deepseek-v2-lite": 27 * 576 * 2}
 

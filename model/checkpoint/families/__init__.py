@@ -30,6 +30,7 @@ MODEL_TYPES = {
     "llama": "model.checkpoint.families.llama",
     "minicpm3": "model.checkpoint.families.minicpm3",
     "mistral": "model.checkpoint.families.llama",
+    "youtu": "model.checkpoint.families.deepseek",
 }
 log = logging.getLogger("onehead")
 

@@ -1,5 +1,5 @@
-"""deepseek_v2 and deepseek_v3: multi-head latent attention, which absorbed is multi-query
-attention, and a mixture of experts.
+"""deepseek_v2, deepseek_v3 and youtu: multi-head latent attention, which absorbed is multi-query
+attention, and a mixture of experts; youtu has V3's attention and dense MLPs.
 
 Layers for predicting several tokens, which published V3 checkpoints append, are left unread.
 """
@@ -81,11 +81,11 @@ def _experts(config: Config, is_v3: bool, num_layers: int) -> Experts | None:
 
 
 def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec:
-    """The spec of a config.json with model_type deepseek_v2 or deepseek_v3. Raises CheckpointError
-    naming the key that does not fit.
+    """The spec of a config.json with model_type deepseek_v2, deepseek_v3 or youtu. Raises
+    CheckpointError naming the key that does not fit.
     """
     model_type = config.get("model_type")
-    is_v3 = model_type == "deepseek_v3"
+    is_v3, is_dense = model_type == "deepseek_v3", model_type == "youtu"
     hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     num_layers = config.layers("num_hidden_layers")
     for key in ("num_key_value_heads", "ep_size", "aux_loss_alpha", "seq_aux", "head_dim"):
@@ -98,8 +98,9 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
         value_dim=config.columns("v_head_dim", 128),
         norm_epsilon=1e-6,
     )
-    most = config.integer("max_position_embeddings", 4096 if is_v3 else 2048)
-    interleaved = not is_v3 or config.flag(
+    longest = 131_072 if is_dense else 4096 if is_v3 else 2048
+    most = config.integer("max_position_embeddings", longest)
+    interleaved = not (is_v3 or is_dense) or config.flag(
         "rope_interleave", "rope_interleave" not in config.values
     )
     rotation, max_positions = rotary(
@@ -110,7 +111,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
     if scaling is not None and scaling.get("mscale_all_dim"):
         scale *= yarn_scale(scaling.number("factor"), scaling.number("mscale_all_dim")) ** 2
     bias = config.flag("attention_bias", False)
-    config.only("mlp_bias", False, why="experts have none")
+    config.only("mlp_bias", False, why="onehead serves these models' MLPs without")
     return ModelSpec(
         model_type=model_type,
         vocab_size=config.integer("vocab_size"),
@@ -123,7 +124,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
         norm_epsilon=config.number("rms_norm_eps", 1e-6),
         activation=config.choice("hidden_act", {"silu": "silu"}, "silu"),
         attention_scale=scale,
-        tied_embeddings=config.flag("tie_word_embeddings", False),
+        tied_embeddings=config.flag("tie_word_embeddings", is_dense),
         end_token_ids=end_token_ids,
         norm="rms_norm",
         qkv_bias=bias,
@@ -132,7 +133,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
         gated_mlp=True,
         rotary=rotation,
         latent=latent,
-        experts=_experts(config, is_v3, num_layers),
+        experts=None if is_dense else _experts(config, is_v3, num_layers),
         num_unread_layers=config.integer(
             "num_nextn_predict_layers",
             config.integer("num_mtp_layers", int(is_v3), least=0),

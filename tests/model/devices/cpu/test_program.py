@@ -27,7 +27,7 @@ from tests.support.checkpoints import SHAPES, make_checkpoint
 from tests.support.families import CONFIGS, make_family_checkpoint
 
 FORMS = [("auto", "none"), ("bfloat16", "none"), ("float16", "int8"), ("auto", "int4")]
-NOT_RECORDED = {"deepseek_v2", "deepseek_v3", "minicpm3"}
+NOT_RECORDED = {"deepseek_v2", "deepseek_v3", "minicpm3", "youtu"}
 CASES = [("gpt_bigcode", number) for number in range(len(SHAPES))]
 CASES += [
     (family, number)
