@@ -86,13 +86,14 @@ def _tail(
 ) -> BatchTail | None:
     """None where all tokens belong to it."""
     num_decoding = 0 if plan.decode is None else len(plan.decode)
-    rows, kept, end = list[Row](), [*range(num_decoding)], num_decoding
+    rows, kept, begin = list[Row](), [*range(num_decoding)], num_decoding
     for row in plan.listed:
-        first = _first_wanted(row)
-        kept += range(end + first, end := end + len(row.tokens))
-        if first < len(row.tokens):
+        first, count = _first_wanted(row), len(row.tokens)
+        kept += range(begin + first, begin + count)
+        begin += count
+        if first < count:
             rows.append(replace(row, tokens=row.tokens[first:], start=row.start + first))
-    if len(kept) == end:
+    if len(kept) == begin:
         return None
     rows_K = upload(kept, torch.long)
     counts = [1] * num_decoding + [len(row.tokens) for row in rows]

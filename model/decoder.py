@@ -169,6 +169,8 @@ class Decoder(nn.Module):
             x_TD, normed_TD, rotations, attend, inputs, range(num_storing)
         )
         rows_K = tail.rows_K
+        if not len(rows_K):
+            return x_TD
         _, last_KD = self.run_blocks(
             x_TD[rows_K],
             normed_TD[rows_K],

@@ -17,12 +17,12 @@ class Plans(NamedTuple):
 
     all_tokens: Any
     tail: Any = None
-    """Of the tokens of Batch.tail, if there is one."""
+    """Of the tokens of Batch.tail, if there are any."""
 
     @classmethod
     def of(cls, backend: "Backend", batch: Batch) -> "Plans":
-        tail = batch.tail
-        return cls(backend.plan(batch), None if tail is None else backend.plan(tail.batch))
+        of_all, tail = backend.plan(batch), batch.tail
+        return cls(of_all, backend.plan(tail.batch) if tail and len(tail.rows_K) else None)
 
 
 class Backend(Protocol):
