@@ -41,9 +41,9 @@ KEYS = {
 def respelt(values: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a config.json as the families read them. Raises CheckpointError."""
     found = dict(values)
-    kind = found.get("model_type")
-    if kind in TEXT_TYPES and isinstance(text := found.pop("text_config", None), Mapping):
-        found |= {**text, "model_type": TEXT_TYPES[kind]}
+    whole = str(found.get("model_type"))
+    if whole in TEXT_TYPES and isinstance(text := found.pop("text_config", None), Mapping):
+        found |= {**text, "model_type": TEXT_TYPES[whole]}
     kind = found.get("model_type")
     found |= TYPES.get(kind, {}) if isinstance(kind, str) else {}
     for other, name in KEYS.get(str(found.get("model_type")), {}).items():

@@ -379,6 +379,7 @@ def bases(folder: Path) -> list[Parts]:
         ("llama", "Q8_0"),
         ("falcon", "F32"),
         ("gemma3_text", "Q4_0"),
+        ("gemma4_text", "Q8_0"),
         ("santacoder", "F16"),
     ):
         (folder / family).mkdir()

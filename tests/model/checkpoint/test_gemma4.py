@@ -1,7 +1,9 @@
 """Gemma 4: the folder of the whole model, of which the text is served, and what is refused."""
 
+import copy
 import json
 import logging
+import random
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from model.checkpoint.weights import load_decoder
 from model.devices import find_device
 from model.kv_layout import layout_of
 from model.spec import CheckpointError, ModelSpec
-from tests.support.families import make_family_checkpoint
+from tests.support.families import CONFIGS, make_family_checkpoint
 
 CPU = torch.device("cpu")
 E2B: dict[str, Any] = {
@@ -33,6 +35,14 @@ E2B: dict[str, Any] = {
     "final_logit_softcapping": 30.0,
 }
 """The published configuration of Gemma 4 E2B."""
+ROTATIONS = {
+    "full_attention": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1e6,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 TURNS_TWICE = {"rope_type": "proportional", "partial_rotary_factor": 2}
 
 
@@ -87,6 +97,33 @@ def test_what_is_not_served_is_refused_by_name(changes: dict[str, Any], message:
     with pytest.raises(CheckpointError) as error:
         spec(**changes)
     assert message in str(error.value)
+
+
+WRONG: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 2, 3, 7, 512, 2**31, 2**63, 1e400, -0.5, 0.3, "", "x", "all", [],
+    [1], ["full_attention"] * 35, {}, {"4": {}}, {"full_attention": {}}, {"rope_type": "yarn"},
+)  # fmt: skip
+
+
+def test_changed_configurations_are_read_or_refused_in_one_line() -> None:
+    """A thousand, of one to three keys at any depth."""
+    rng, refused = random.Random(0), 0
+    for _ in range(1000):
+        config: Any = copy.deepcopy(CONFIGS["gemma4_text"][0]) | {"rope_parameters": ROTATIONS}
+        config["layer_types"] = list(config["layer_types"])
+        for _ in range(rng.randint(1, 3)):
+            place: Any = config
+            while isinstance(place.get(key := rng.choice(sorted(place))), dict) and place[key]:
+                if rng.random() < 0.3:
+                    break
+                place = place[key] = dict(place[key])
+            place[key if rng.random() < 0.9 else f"{key}x"] = rng.choice(WRONG)
+        try:
+            layout_of(spec_of(Path("m"), config, warn=False), 16)
+        except CheckpointError as error:
+            refused += 1
+            assert "config.json" in str(error) and "\n" not in str(error)
+    assert 300 < refused < 950
 
 
 def test_of_the_whole_model_the_text_is_read(
