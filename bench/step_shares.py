@@ -43,6 +43,7 @@ from model.devices.cpu.huge_pages import HugePages
 from model.devices.cpu.products import PackedLinear
 from model.devices.cpu.program import RecordedForward
 from model.devices.cpu.recording import ATTEND, PRODUCT, Operation
+from model.kv_layout import layout_of
 from model.options import EngineOptions
 from model.runner.runner import ModelRunner
 from model.step import Row, Sample, Sampling, StepPlan
@@ -102,12 +103,14 @@ class Anchors:
         self.best[name] = max(self.best[name], amount / (time.perf_counter() - began) / 1e9)
 
 
-def load(folder: Path, quantization: str, threads: int, pages: int) -> ModelRunner:
-    """Over pages of random numbers."""
+def load(folder: Path, quantization: str, threads: int, blocks: int) -> ModelRunner:
+    """Over pages of random numbers, for so many pages of tokens."""
+    spec = read_spec(folder)
+    pages = blocks * layout_of(spec, PAGE_SIZE).pages_per_block
     options = EngineOptions(
         "cpu", "auto", threads, PAGE_SIZE, pages, None, 4096, 64, 4096, quantization
     )
-    runner = ModelRunner.load(folder, read_spec(folder), options)
+    runner = ModelRunner.load(folder, spec, options)
     held = runner.pool.numbers_PN
     held.copy_(torch.randn(held.shape, generator=torch.Generator().manual_seed(0)))
     return runner
@@ -262,7 +265,7 @@ def main() -> int:
         if tokens
     ]
     blocks = max(rows * -(-(start + tokens) // PAGE_SIZE) for _, rows, tokens, start in cases)
-    runner = load(options.model, options.quantization, options.threads, blocks * 2)
+    runner = load(options.model, options.quantization, options.threads, blocks)
     anchors = Anchors(options.threads)
     found: list[dict[str, Any]] = []
     for name, rows, tokens, start in cases:
