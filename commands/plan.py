@@ -119,8 +119,7 @@ def make_plan(options: PlanOptions) -> Plan:
     decoder = meta_decoder(spec)
     left = left_in_file(decoder, device)
     held = str(dtypes.matrices).removeprefix("torch.")
-    mixed = dict[str, int]()
-    blocks = Counter[str]()
+    mixed, blocks = dict[str, int](), Counter[str]()
     if dtypes.matrices is None:
         held, mixed, blocks = stored(
             options.model, decoder, options.quantization in ("auto", "all"), left
@@ -145,11 +144,8 @@ def make_plan(options: PlanOptions) -> Plan:
         for name, size in KV_ITEM_BYTES.items()
         if name in (*weights, "fp8", kv_dtype)
     }
-    fit = (
-        _fit(spec, heads, (free, free_as_is), KV_ITEM_BYTES[kv_dtype], options)
-        if free > 0
-        else None
-    )
+    room, itemsize = (free, free_as_is), KV_ITEM_BYTES[kv_dtype]
+    fit = _fit(spec, heads, room, itemsize, options) if free > 0 else None
     counted = decoder.num_parameters, weights, as_is, kv_bytes
     return Plan(
         spec,
@@ -304,33 +300,7 @@ def readable(count: float) -> str:
 
 def show(made: Plan, console: Console, measured: Measured | str) -> None:
     """The plan as text, with bars, and with perplexities or why there are none."""
-    spec = made.spec
-    windows = [window for window in spec.windows if window is not None]
-    seen = f", {len(windows)} of them with a window of {windows[0]} tokens" if windows else ""
-    console.print(
-        f"[bold]{spec.model_type}[/bold]: {made.parameters:,} parameters, {spec.num_layers} "
-        f"layers{seen}"
-    )
-    kept = map(spec.kv_columns_of, range(spec.num_storing_layers))
-    widths = " and ".join(dict.fromkeys(str(key) for key, _, _ in kept))
-    heads = (
-        f"{spec.num_query_heads} query heads, {made.heads} key/value "
-        f"head{'s' if made.heads > 1 else ''} of {widths}"
-    )
-    console.print(
-        f"{heads}{' (the value is its beginning)' if spec.latent else ''}; up to "
-        f"{spec.max_positions:,} tokens"
-    )
-    if made.num_left:
-        console.print(
-            f"{made.num_left:,} of the parameters, a table, stay in the checkpoint's file, of "
-            "which a step reads what its tokens need"
-        )
-    if made.heads > 1:
-        console.print(
-            "onehead serves one key/value head: planned as `onehead convert` makes it, beside the "
-            "checkpoint as it is"
-        )
+    _show_model(made, console)
     console.print()
     forms = dict.fromkeys((*made.weight_bytes, *made.kv_bytes_per_token))
     table = Table("bytes", *forms, box=None, pad_edge=False)
@@ -358,6 +328,36 @@ def show(made: Plan, console: Console, measured: Measured | str) -> None:
     for note in notes:
         console.print(f"perplexity: {note}")
     _show_memory(made, console)
+
+
+def _show_model(made: Plan, console: Console) -> None:
+    spec = made.spec
+    windows = [window for window in spec.windows if window is not None]
+    seen = f", {len(windows)} of them with a window of {windows[0]} tokens" if windows else ""
+    console.print(
+        f"[bold]{spec.model_type}[/bold]: {made.parameters:,} parameters, {spec.num_layers} "
+        f"layers{seen}"
+    )
+    kept = map(spec.kv_columns_of, range(spec.num_storing_layers))
+    widths = " and ".join(dict.fromkeys(str(key) for key, _, _ in kept))
+    heads = (
+        f"{spec.num_query_heads} query heads, {made.heads} key/value "
+        f"head{'s' if made.heads > 1 else ''} of {widths}"
+    )
+    console.print(
+        f"{heads}{' (the value is its beginning)' if spec.latent else ''}; up to "
+        f"{spec.max_positions:,} tokens"
+    )
+    if made.num_left:
+        console.print(
+            f"{made.num_left:,} of the parameters, a table, stay in the checkpoint's file, of "
+            "which a step reads what its tokens need"
+        )
+    if made.heads > 1:
+        console.print(
+            "onehead serves one key/value head: planned as `onehead convert` makes it, beside the "
+            "checkpoint as it is"
+        )
 
 
 def _add_perplexity(table: Table, forms: list[str], measured: Measured) -> None:

@@ -277,9 +277,9 @@ class LayerInputs(nn.Module):
         row_TLP = self.table(token_ids_T).view(shape)
         # Rounded to the dtype first, as these models were trained.
         factor = torch.tensor(self.size**0.5, dtype=row_TLP.dtype)
-        projected_TLP = self.norm((self.projection(x_TD) * self.scale).view(shape))
-        inputs_TLP: Tensor = (row_TLP * factor + projected_TLP) * 2.0**-0.5
-        return inputs_TLP
+        inputs_TLP: Tensor = self.norm(self.projection(x_TD).mul_(self.scale).view(shape))
+        # In place: of a long prompt these are as many numbers as its activations.
+        return inputs_TLP.add_(row_TLP.mul_(factor)).mul_(2.0**-0.5)
 
 
 def cap(logits_SV: Tensor, most: float) -> Tensor:

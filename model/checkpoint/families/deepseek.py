@@ -11,6 +11,8 @@ from model.spec import CheckpointError, Experts, Latent, ModelSpec
 
 # The most experts of all layers together.
 MOST_EXPERTS = 2**16
+MOST_POSITIONS = {"deepseek_v2": 2048, "deepseek_v3": 4096, "youtu": 131_072}
+"""Where a config does not say."""
 
 
 def _experts(config: Config, is_v3: bool, num_layers: int) -> Experts | None:
@@ -98,8 +100,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
         value_dim=config.columns("v_head_dim", 128),
         norm_epsilon=1e-6,
     )
-    longest = 131_072 if is_dense else 4096 if is_v3 else 2048
-    most = config.integer("max_position_embeddings", longest)
+    most = config.integer("max_position_embeddings", MOST_POSITIONS[model_type])
     interleaved = not (is_v3 or is_dense) or config.flag(
         "rope_interleave", "rope_interleave" not in config.values
     )

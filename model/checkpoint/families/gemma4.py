@@ -32,8 +32,9 @@ _FULL_ROTATION = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "r
 _OTHERS = """
 vision_config audio_config boi_token_id eoi_token_id image_token_id video_token_id boa_token_id
 eoa_token_id eoa_token_index audio_token_id vision_soft_tokens_per_image
+num_experts top_k_experts moe_intermediate_size
 """
-"""Keys of the whole model that say nothing of its text."""
+"""Keys of the whole model that say nothing of its text, and of experts that there are not."""
 
 
 _OTHER_PARTS = re.compile(r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\.")
@@ -42,10 +43,25 @@ _SHARED = re.compile(
 )
 
 
+def _refuse_others(config: Config) -> None:
+    """Raises CheckpointError for a Gemma 4 that is not served; reads the keys that say nothing of
+    the text.
+    """
+    config.one_key_value_head("num_key_value_heads", 4, convertible=False)
+    config.only("num_global_key_value_heads", 1, why="onehead serves one key/value head")
+    config.only("use_bidirectional_attention", "vision", why="onehead serves causal models")
+    config.only("attention_k_eq_v", False, why="onehead reads a value projection in every layer")
+    config.only("enable_moe_block", False, why="onehead serves Gemma 4 without experts")
+    for key in _OTHERS.split():
+        config.get(key)
+
+
 def _sources(config: Config, windows: tuple[int | None, ...]) -> tuple[int, ...]:
     """For each layer the one whose keys and values it reads: the last ones read those of the last
     layer of their kind that has its own.
     """
+    if windows[-1] is not None:
+        raise config.wrong("layer_types", "a list that ends with full_attention")
     num_own = len(windows) - config.integer(
         "num_kv_shared_layers", 0, least=0, most=len(windows) - 1
     )
@@ -55,6 +71,17 @@ def _sources(config: Config, windows: tuple[int | None, ...]) -> tuple[int, ...]
         raise config.wrong("num_kv_shared_layers", kinds)
     own = range(num_own)
     return (*own, *(last[window] for window in windows[num_own:])) if num_own < len(windows) else ()
+
+
+def _intermediate_sizes(config: Config, sources: tuple[int, ...]) -> tuple[int, ...]:
+    """Columns within each layer's MLP; empty where all have the same."""
+    size, is_double = config.integer("intermediate_size"), config.flag("use_double_wide_mlp", False)
+    return tuple(size * (1 + (is_double and layer != s)) for layer, s in enumerate(sources))
+
+
+def _cap(config: Config) -> float | None:
+    key = "final_logit_softcapping"
+    return None if config.get(key) is None else config.number(key)
 
 
 def _wide_head_dim(config: Config, head_dim: int, windows: tuple[int | None, ...]) -> int:
@@ -90,31 +117,15 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
     naming the key that does not fit.
     """
     model_type = config.get("model_type")
-    if model_type == "gemma4":
-        for key in _OTHERS.split():
-            config.get(key)
     hidden_size, num_layers = config.integer("hidden_size"), config.layers("num_hidden_layers")
-    config.one_key_value_head("num_key_value_heads", 4, convertible=False)
-    config.only("num_global_key_value_heads", 1, why="onehead serves one key/value head")
-    config.only("use_bidirectional_attention", "vision", why="onehead serves causal models")
-    config.only("attention_k_eq_v", False, why="onehead reads a value projection in every layer")
-    config.only("enable_moe_block", False, why="onehead serves Gemma 4 without experts")
-    for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
-        config.get(key)
-    head_dim = config.columns("head_dim", 256)
+    _refuse_others(config)
+    head_dim, windows = config.columns("head_dim", 256), windows_of(config, num_layers, 512)
     most = config.integer("max_position_embeddings", 131_072)
-    windows = windows_of(config, num_layers, 512)
-    if windows[-1] is not None:
-        raise config.wrong("layer_types", "a list that ends with full_attention")
     wide = _wide_head_dim(config, head_dim, windows)
     (rotation, reach), (window_rotation, window_reach) = rotations_of(
         config, (wide, head_dim), most, Config(_FULL_ROTATION, config.path)
     )
-    sources, size = _sources(config, windows), config.integer("intermediate_size")
-    is_double = config.flag("use_double_wide_mlp", False)
-    sizes = [size * (1 + (is_double and layer != source)) for layer, source in enumerate(sources)]
-    bias = config.flag("attention_bias", False)
-    cap = config.get("final_logit_softcapping")
+    sources, bias = _sources(config, windows), config.flag("attention_bias", False)
     vocab_size = config.integer("vocab_size", 262_144)
     return ModelSpec(
         model_type=model_type,
@@ -123,7 +134,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
         num_layers=num_layers,
         num_query_heads=config.integer("num_attention_heads"),
         head_dim=head_dim,
-        intermediate_size=size,
+        intermediate_size=config.integer("intermediate_size"),
         max_positions=min(reach, window_reach),
         norm_epsilon=config.number("rms_norm_eps", 1e-6),
         activation=config.choice("hidden_activation", _ACTIVATIONS, "gelu_pytorch_tanh"),
@@ -144,11 +155,11 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
         windows=windows,
         wide_head_dim=wide,
         kv_sources=sources,
-        intermediate_sizes=tuple(sizes),
+        intermediate_sizes=_intermediate_sizes(config, sources),
         layer_input_size=config.integer("hidden_size_per_layer_input", 256, least=0),
         layer_input_vocab_size=config.integer("vocab_size_per_layer_input", 262_144, vocab_size),
         layer_scale=True,
-        logit_cap=None if cap is None else config.number("final_logit_softcapping"),
+        logit_cap=_cap(config),
     )
 
 

@@ -131,9 +131,8 @@ def decode(
     first_row, q_stride, stack, num_stacks, split, most_splits, factor,
     HEADS: tl.constexpr, NUM_D: tl.constexpr, NUM_R: tl.constexpr, NUM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
-    NUMBERS: tl.constexpr, WINDOW: tl.constexpr, VALUE_IN_KEY: tl.constexpr,
-    UPCAST: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, NUMBERS: tl.constexpr,
+    WINDOW: tl.constexpr, VALUE_IN_KEY: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, i): tile % TILES of the heads of row first_row + tile // TILES, over split i
     of the row's keys.
