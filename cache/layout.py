@@ -67,7 +67,8 @@ class CacheLayout:
     page_size: int
     groups: tuple[LayerGroup, ...]
     token_numbers: int
-    """Numbers of a page for each of its tokens: those of the layers that share it."""
+    """Numbers of a page for each of its tokens: those of the layers that share it and, where the
+    groups' sizes have no common divisor that fits, of layers that there are not."""
     places: tuple[Place, ...]
     """The place of each layer."""
 

@@ -10,7 +10,7 @@ block, b tokens of a block, s keys that a block sees.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,12 +33,23 @@ class CausalAttention:
 
     length: int
     spec: ModelSpec
+    _shared: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Keys and values that later layers read, of the pass that is computed."""
 
     def __call__(
-        self, layer: int, q_NHk: Tensor, k_Nk: Tensor, v_Nv: Tensor, rotation: Rotation | None
+        self,
+        layer: int,
+        q_NHk: Tensor,
+        k_Nk: Tensor | None,
+        v_Nv: Tensor | None,
+        rotation: Rotation | None,
     ) -> Tensor:
         if rotation is not None:
             q_NHk, k_Nk = rotation.both(q_NHk, k_Nk)
+        if k_Nk is None or v_Nv is None:
+            k_Nk, v_Nv = self._shared[self.spec.kv_sources[layer]]
+        elif self.spec.kv_sources.count(layer) > 1:
+            self._shared[layer] = k_Nk, v_Nv
         window, seen_TT = self.spec.window(layer), None
         if window is not None and window < self.length:
             seen_TT = (

@@ -19,7 +19,8 @@ from typing import Any
 
 from rich.progress import Progress
 
-from cache.layout import CacheLayout, pages_for
+from cache.layout import pages_for
+from model.kv_layout import layout_of
 from model.options import EngineOptions
 from model.runner.runner import ModelRunner
 from model.spec import CheckpointError, ModelSpec, OptionError
@@ -164,9 +165,7 @@ def load(
     """A runner for windows of `length` tokens. Raises CheckpointError, MemoryError, and OptionError
     where this device has no such form.
     """
-    pages = CacheLayout.of(spec.num_layers, spec.windows, PAGE_SIZE).pages_per_block * pages_for(
-        length, PAGE_SIZE
-    )
+    pages = layout_of(spec, PAGE_SIZE).pages_per_block * pages_for(length, PAGE_SIZE)
     limits = 0, PAGE_SIZE, pages, None, length, 1, STEP_TOKENS
     return ModelRunner.load(folder, spec, EngineOptions(device, dtype, *limits, quantization))
 

@@ -49,7 +49,7 @@ class BatchTail(NamedTuple):
     rows_K: Tensor
     """Their indices on T."""
     batch: Batch
-    """As a step of its own."""
+    """Its rows and their places, for `Backend.plan`: of ids and draws it says nothing."""
 
 
 def build_batch(

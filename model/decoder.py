@@ -3,7 +3,7 @@ the `attend` they pass.
 
 The tokens of all sequences are concatenated on one axis; there is no batch axis and no notion of
 prefill or decode. Invariant: a token's output depends on its id, its position and what `attend`
-lets it attend to.
+lets it attend to, and on whether it is in the step's tail, if the step has one.
 
 Shape letters: T tokens of the step, K those of them whose logits are wanted, S rows of logits, D
 hidden size, L layers, P columns of a layer's input, V vocabulary.
@@ -69,7 +69,7 @@ class Block(nn.Module):
         self.mlp_branch_norm = norm(spec) if spec.branch_norms else None
         self.layer_input = None
         """A narrow MLP whose activations are multiplied by the columns that the layer is given of
-        each token (Gemma 3n and 4)."""
+        each token (Gemma 4)."""
         if spec.layer_input_size:
             ungated = replace(spec, gated_mlp=False, mlp_bias=False)
             self.layer_input = MLP(ungated, spec.layer_input_size)
@@ -259,7 +259,7 @@ class Decoder(nn.Module):
 
 
 class LayerInputs(nn.Module):
-    """The columns that each layer is given of a token (Gemma 3n and 4): the sum of a row of a table
+    """The columns that each layer is given of a token (Gemma 4): the sum of a row of a table
     and a normalised projection of the token's embedding.
     """
 

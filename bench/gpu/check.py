@@ -27,6 +27,7 @@ from cache.pool import KVPool
 from model.checkpoint.families import read_spec
 from model.decode import DecodeTable
 from model.devices.blocks import FORMATS, BlockFormat
+from model.kv_layout import layout_of
 from model.layers import Linear
 from model.runner.runner import ModelRunner
 from model.step import PENDING, Row, Sample, SampledToken, Sampling, StepPlan
@@ -251,7 +252,7 @@ def replays(part: Part, options: dict[str, Any], model: Path = EMBEDDED) -> dict
     most = max(*batches, NUM_SAMPLED)
     spec = read_spec(model)
     longest = min(longest, spec.max_positions)
-    layout = CacheLayout.of(spec.num_layers, spec.windows, PAGE_SIZE)
+    layout = layout_of(spec, PAGE_SIZE)
     pages = most * layout.pages_per_block * pages_for(longest, PAGE_SIZE)
     core, ready = engine(part, model, max_running=most, pages=pages, page_size=PAGE_SIZE, **options)
     runner: Any = core.runner

@@ -25,6 +25,8 @@ FAMILIES = (
     ("falcon", 1),
     ("gemma", 2),
     ("gemma3_text", 1),
+    ("gemma4_text", 0),
+    ("gemma4_text", 3),
     ("llama", 2),
     ("mistral", 1),
     ("deepseek_v2", 1),

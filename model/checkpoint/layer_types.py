@@ -11,15 +11,20 @@ Reach = tuple[Rotary, int]
 """A rotary embedding, and the number of positions that it supports."""
 
 
-def windows_of(config: Config, num_layers: int, default: int) -> tuple[int | None, ...]:
-    """The window of each layer: from the list of layer types, else every sixth layer has full
-    attention. Raises CheckpointError.
+def windows_of(
+    config: Config, num_layers: int, default: int, ends_full: bool = False
+) -> tuple[int | None, ...]:
+    """The window of each layer, `default` where the config does not say it: from the list of layer
+    types, else every sixth layer, and with `ends_full` the last one, has full attention. Raises
+    CheckpointError.
     """
     window = config.integer("sliding_window", default)
     pattern = config.integer("sliding_window_pattern", 6)
     types = config.get("layer_types")
     if types is None:
         types = [LAYER_TYPES[(layer + 1) % pattern == 0] for layer in range(num_layers)]
+        if ends_full:
+            types[-1] = LAYER_TYPES[1]
     if (
         not isinstance(types, list)
         or len(types) != num_layers

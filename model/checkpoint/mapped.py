@@ -1,8 +1,10 @@
 """MappedRows: a table that stays in its file, of which steps read some rows.
 
 The file is mapped, so that the system keeps in memory what is read often and gives up the rest when
-memory is short. Invariant: rows are the numbers that the file's Reader gives, as float32. It knows
-nothing of decoders.
+memory is short. Invariant: a row has the numbers that the file's Reader gives, as float32; one that
+the Reader would refuse has NaN, so that the sequence that needs it fails alone. A file that is
+replaced by renaming goes on being read; one that is cut short ends the process. It knows nothing of
+decoders.
 """
 
 import mmap
@@ -38,10 +40,17 @@ class MappedRows:
         self._rows_VB = bytes_N.reshape(num_rows, row_bytes)
 
     def __call__(self, ids_T: Tensor) -> Tensor:
-        """-> rows_TC in float32, of ids within the table."""
+        """-> rows_TC, of ids within the table."""
         data_TB = torch.from_numpy(self._rows_VB[ids_T.numpy()])
         if self._kind not in QUANTIZED:
             return data_TB.view(DTYPES[self._kind]).float()
         rows_TC = torch.empty(len(ids_T), self._columns)
-        dequantize(self._kind, data_TB, rows_TC)
+        try:
+            dequantize(self._kind, data_TB, rows_TC)
+        except CheckpointError:
+            for data_B, row_C in zip(data_TB, rows_TC, strict=True):
+                try:
+                    dequantize(self._kind, data_B, row_C)
+                except CheckpointError:
+                    row_C.fill_(torch.nan)
         return rows_TC

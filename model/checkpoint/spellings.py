@@ -43,7 +43,12 @@ def respelt(values: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(values)
     whole = str(found.get("model_type"))
     if whole in TEXT_TYPES and isinstance(text := found.pop("text_config", None), Mapping):
+        ends = [found.get("eos_token_id"), text.get("eos_token_id")]
         found |= {**text, "model_type": TEXT_TYPES[whole]}
+        if None not in ends:  # What ends the whole model's texts ends these too.
+            found["eos_token_id"] = [
+                id for each in ends for id in (each if isinstance(each, list) else [each])
+            ]
     kind = found.get("model_type")
     found |= TYPES.get(kind, {}) if isinstance(kind, str) else {}
     for other, name in KEYS.get(str(found.get("model_type")), {}).items():

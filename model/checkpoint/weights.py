@@ -145,7 +145,8 @@ class Checkpoint:
         found = self.files[part.name].stored(part.name)
         if found is None:
             raise CheckpointError(
-                f"{self.files[part.name].path}: {part.name} is packed; expected it as it was"
+                f"{self.files[part.name].path}: {part.name} is packed; a CPU reads its rows where "
+                "they lie, so that table must be one tensor of floats"
             )
         return found
 

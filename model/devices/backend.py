@@ -26,7 +26,9 @@ class Plans(NamedTuple):
 
 
 class Backend(Protocol):
-    """One step is `plan(batch)` once, then `run` once for every layer in order."""
+    """One step is `plan(batch)` once, and once for its tail if it has one, then `run` once for
+    every layer in order.
+    """
 
     @property
     def name(self) -> str:

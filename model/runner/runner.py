@@ -473,6 +473,8 @@ def largest_step(
                 0,
                 all_in_page_0(layout, count),
                 sample if number < max_running else None,
+                # So that all its tokens pass all layers.
+                None if number < max_running else Scoring(0, [0], 0),
             )
         )
     return StepPlan(tuple(rows))

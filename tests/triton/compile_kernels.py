@@ -56,7 +56,7 @@ CONVERTS = (
 INSTRUCTIONS = *MULTIPLIES, *LOADS, *CONVERTS
 LATENT = {576: (512, 64)}
 """Keys of these many columns are latents with a tail."""
-SHAPES = (16, 128), (48, 128), (71, 64), (8, 256), (4, 256), (16, 576), (128, 576)
+SHAPES = (16, 128), (48, 128), (71, 64), (8, 256), (4, 256), (8, 512), (16, 576), (128, 576)
 """Query heads and columns of a key."""
 POINTERS = {
     f"{name}_ptr": "*i32" for name in ("tiles", "tokens", "positions", "offsets", "pages", "rows")
@@ -333,11 +333,12 @@ def compile_attention(architecture: int, shape: int, window: int, stored: bool, 
         )  # fmt: skip
         about = {"rows": configuration.rows, "groups": configuration.warp_groups, "size": size}
         tell(told | about | found)
-    # Latents come turned.
-    for absent in ({"cosine_ptr": None, "sine_ptr": None}, *([] if num_r else [{}])):
+    # Latents come turned; a layer that reads another's keys has queries alone.
+    no_keys = dict.fromkeys(("k_ptr", "v_ptr"))
+    for absent in ({"cosine_ptr": None, "sine_ptr": None}, *([] if num_r else [{}, no_keys])):
         sizes = write_sizes_of(heads, columns, num_d) | options | {"INTERLEAVED": False} | absent
         found = compiled(write.scatter, NUMBERS[size], architecture, sizes, {}, pointers)
-        tell(told | {"turns": not absent} | found)
+        tell(told | {"turns": "cosine_ptr" not in absent} | found)
 
 
 def main() -> None:

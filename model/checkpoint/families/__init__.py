@@ -32,6 +32,8 @@ MODEL_TYPES = {
     "mistral": "model.checkpoint.families.llama",
     "youtu": "model.checkpoint.families.deepseek",
 }
+MOST_NUMBERS = 2**40
+"""Of a table: more than any checkpoint has, and few enough that its bytes can be counted."""
 log = logging.getLogger("onehead")
 
 
@@ -102,6 +104,12 @@ def _warn(folder: Path, config: Config) -> None:
 
 def _check(spec: ModelSpec) -> None:
     """Raises CheckpointError for a spec that no family can have."""
+    inputs = spec.layer_input_vocab_size * spec.num_layers * spec.layer_input_size
+    if max(spec.vocab_size * spec.hidden_size, inputs) > MOST_NUMBERS:
+        raise CheckpointError(
+            f"config.json: a table of {max(spec.vocab_size * spec.hidden_size, inputs)} numbers; "
+            f"expected at most {MOST_NUMBERS}"
+        )
     for token in spec.end_token_ids:
         if token >= spec.vocab_size:
             raise CheckpointError(

@@ -93,7 +93,7 @@ def _wide_head_dim(config: Config, head_dim: int, windows: tuple[int | None, ...
         return config.columns("global_head_dim", 512)
     config.get("global_head_dim")
     # Written as "4", or as "04" where there are more than ten layers.
-    names = {int(name): name for name in layers.values if name.isascii() and name.isdigit()}
+    names = {int(name): name for name in layers.values if re.fullmatch("[0-9]{1,4}", name)}
     found = set()
     for layer, window in enumerate(windows):
         own = layers.sub(names.get(layer, "")) or Config({}, layers.path)
@@ -119,7 +119,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
     model_type = config.get("model_type")
     hidden_size, num_layers = config.integer("hidden_size"), config.layers("num_hidden_layers")
     _refuse_others(config)
-    head_dim, windows = config.columns("head_dim", 256), windows_of(config, num_layers, 512)
+    head_dim, windows = config.columns("head_dim", 256), windows_of(config, num_layers, 512, True)
     most = config.integer("max_position_embeddings", 131_072)
     wide = _wide_head_dim(config, head_dim, windows)
     (rotation, reach), (window_rotation, window_reach) = rotations_of(

@@ -21,7 +21,7 @@ SECOND_NORM = "blk.0.attn_norm_2.weight"
 """Tensor that only falcon's newer architecture has."""
 FREQUENCIES = "rope_freqs.weight"
 """Tensor that holds no weights, but the divisors of rotary frequencies."""
-NOT_TURNING = 1e30
+NOT_TURNING = array("f", [1e30])[0]
 """The divisor of a pair that does not turn."""
 LAYER_INPUTS = "per_layer_token_embd.weight"
 BASES = {"": 1e6, "_swa": 1e4}
@@ -195,12 +195,6 @@ def _gemma4(metadata: Metadata) -> dict[str, Any]:
         _each(metadata, key, num_layers)
         for key in ("attention.head_count_kv", "feed_forward_length")
     )
-    metadata.values = {
-        **metadata.values,
-        "attention.head_count_kv": max(heads),
-        "feed_forward_length": mlps[0],
-    }
-    widths = [_width(metadata, suffix) for suffix in ("", "_swa")]
     num_shared = metadata.integer("attention.shared_kv_layers", 0, least=0, most=num_layers - 1)
     is_double = mlps[-1] == 2 * mlps[0]
     if mlps != [
@@ -208,6 +202,9 @@ def _gemma4(metadata: Metadata) -> dict[str, Any]:
     ]:
         shared = f"the same in all layers, or doubled in the last {num_shared}"
         raise metadata.wrong("feed_forward_length", shared)
+    alike = {"attention.head_count_kv": max(heads), "feed_forward_length": mlps[0]}
+    metadata.values = {**metadata.values, **alike}
+    widths = [_width(metadata, suffix) for suffix in ("", "_swa")]
     inputs = metadata.tensors.get(LAYER_INPUTS)
     bases = [metadata.number(f"rope.freq_base{suffix}", base) for suffix, base in BASES.items()]
     return _sizes(metadata) | {
@@ -228,7 +225,7 @@ def _gemma4(metadata: Metadata) -> dict[str, Any]:
         "sliding_window": (window := metadata.integer("attention.sliding_window")),
         "layer_types": _layer_types(metadata, num_layers, window),
         "rope_parameters": {
-            "full_attention": {"rope_theta": bases[0]} | _turning(metadata),
+            "full_attention": {"rope_theta": bases[0]} | _turning(metadata, widths[0] // 2),
             "sliding_attention": {"rope_type": "default", "rope_theta": bases[1]},
         },
     }
@@ -254,16 +251,18 @@ def _width(metadata: Metadata, suffix: str) -> int:
     return width
 
 
-def _turning(metadata: Metadata) -> dict[str, Any]:
+def _turning(metadata: Metadata, num_pairs: int) -> dict[str, Any]:
     """Which pairs of a head turn: those whose frequency is not divided by a number beyond any."""
     if FREQUENCIES not in metadata.tensors:
         return {"rope_type": "default"}
     divisors = _floats(metadata.tensors[FREQUENCIES])
-    turning = [each for each in divisors if each < NOT_TURNING]
-    if not turning or divisors[: len(turning)] != turning or len({*turning}) > 1:
-        expected = f"one divisor for the first pairs, and {NOT_TURNING:g} for those after them"
+    turning = [each for each in divisors if 0 < each < NOT_TURNING]
+    rest = [NOT_TURNING] * (num_pairs - len(turning))
+    if not turning or divisors != [turning[0]] * len(turning) + rest:
+        expected = f"one divisor for the first of {num_pairs} pairs, {NOT_TURNING:g} for the others"
         raise CheckpointError(f"{metadata.path}: {FREQUENCIES} must have {expected}")
-    share = len(turning) / len(divisors)
+    # Half a pair more, so that a share that is no binary fraction is not rounded down.
+    share = min(1.0, (len(turning) + 0.5) / num_pairs)
     return {"rope_type": "proportional", "partial_rotary_factor": share, "factor": turning[0]}
 
 

@@ -26,9 +26,8 @@ SPACE = "\u2581"
 GEMMA4 = "gemma4"
 """The kind of tokenizer with SentencePiece's pieces whose merges are listed."""
 ENDS = ("eos", "eot", "eom")
-ENDING = {GEMMA4: ("<turn|>", "<|tool_response>")}
-"""Tokens that end a text besides these, by the kind of tokenizer, as in llama.cpp: the metadata do
-not name them."""
+ENDING = ("<turn|>", "<|tool_response>")
+"""Tokens that end a text of Gemma 4, as in llama.cpp: the metadata do not name them."""
 NAMED = {
     "bos_token": ("bos",),
     "eos_token": ("eos",),
@@ -135,9 +134,8 @@ def generation_config(config: Config) -> Json:
     """
     vocabulary = Vocabulary.of(config)
     ends = {id for name in ENDS if (id := vocabulary.id(name)) is not None}
-    for token in ENDING.get(config.get(f"{PREFIX}model"), ()):
-        if token in vocabulary.tokens:
-            ends.add(vocabulary.tokens.index(token))
+    if config.get(f"{PREFIX}model") == GEMMA4:
+        ends |= {vocabulary.tokens.index(each) for each in ENDING if each in vocabulary.tokens}
     sampling = {ours: config.get(f"general.sampling.{name}") for name, ours in SAMPLING.items()}
     given = {key: value for key, value in sampling.items() if value is not None}
     return {"eos_token_id": sorted(ends)} | given

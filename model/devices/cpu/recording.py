@@ -209,9 +209,9 @@ class Recorder:
 
     def place(self, given: Sequence[Buffer], last: Buffer) -> int:
         """Gives buffers places, the given ones first and in their order, and returns the columns
-        that all take together. Memory is used
-        again only for a buffer of the same width: operations on different tokens are computed at
-        the same time, and a token's columns must not lie where another's are.
+        that all take together. Memory is used again only for a buffer of the same width: operations
+        on different tokens are computed at the same time, and a token's columns must not lie where
+        another's are.
         """
         free: dict[int, list[int]] = {}
         end, placed = 0, {*given}

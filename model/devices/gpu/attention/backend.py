@@ -97,10 +97,14 @@ class TritonBackend:
         self.counters = torch.zeros(self.capacity, dtype=torch.int32, device=device)
         """How many splits of each tile are done; 0 between launches."""
 
+    @property
+    def tile_rows(self) -> int:
+        """Query rows of a tile of the kernel of long chunks; 0 where all tokens are single ones."""
+        return 0 if self.batch_invariant else self.chunks.rows
+
     def plan(self, batch: Batch) -> Plan:
         """Uploads all lists of the step in one copy."""
-        tile_rows = 0 if self.batch_invariant else self.chunks.rows
-        lists = plan_step(batch.plan, self.pool.layout, self.num_heads, tile_rows)
+        lists = plan_step(batch.plan, self.pool.layout, self.num_heads, self.tile_rows)
         words = upload(torch.from_numpy(joined(lists)), self.pool.numbers_PN.device)
         return parted(words, lists)
 
@@ -227,7 +231,11 @@ class MixedBackend:
         self.name, self.batch_invariant = self._first.name, self._first.batch_invariant
 
     def plan(self, batch: Batch) -> dict[Columns, Plan]:
-        return {columns: backend.plan(batch) for columns, backend in self._backends.items()}
+        plans = dict[int, Plan]()  # The same for backends with tiles of the same size.
+        for backend in self._backends.values():
+            if backend.tile_rows not in plans:
+                plans[backend.tile_rows] = backend.plan(batch)
+        return {columns: plans[each.tile_rows] for columns, each in self._backends.items()}
 
     def listed(
         self, positions_B: Tensor, offsets_GB: Tensor, pages_P: Tensor, num_keys: int

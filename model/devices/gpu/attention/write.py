@@ -62,8 +62,8 @@ def scatter(
     BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr, VALUE_IN_KEY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, 0): token t's key, and its value unless that is part of the key. With a rotation,
-    program (t, 1 + i): block i of its query heads.
+    """Program (t, 0): token t's key, if there are keys, and its value unless that is part of the
+    key. With a rotation, program (t, 1 + i): block i of its query heads.
     """
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions_ptr + token)
@@ -74,20 +74,20 @@ def scatter(
         cosine_ptr += token * (KEY_DIM // 2)
         sine_ptr += token * (KEY_DIM // 2)
     if part == 0:
-        if k_ptr is None:
-            return
-        first, slot = tl.load(page_ptr).to(tl.int64) * NUMBERS, position % PAGE
-        from_ptr, to_ptr = k_ptr + token * k_stride, keys_ptr + first + slot * KEY_DIM
-        if cosine_ptr is None:
-            _copy(from_ptr, to_ptr, KEY_DIM, BLOCK_KEY)
-        else:
-            _rotate(
-                from_ptr, to_ptr, cosine_ptr, sine_ptr, tl.arange(0, 1), 1, KEY_DIM, BLOCK_KEY,
-                INTERLEAVED,
-            )  # fmt: skip
-        if not VALUE_IN_KEY:
-            value_ptr = v_ptr + token * v_stride
-            _copy(value_ptr, values_ptr + first + slot * VALUE_DIM, VALUE_DIM, BLOCK_VALUE)
+        # A condition around all of it: what follows a return would be compiled without keys too.
+        if k_ptr is not None:
+            first, slot = tl.load(page_ptr).to(tl.int64) * NUMBERS, position % PAGE
+            from_ptr, to_ptr = k_ptr + token * k_stride, keys_ptr + first + slot * KEY_DIM
+            if cosine_ptr is None:
+                _copy(from_ptr, to_ptr, KEY_DIM, BLOCK_KEY)
+            else:
+                _rotate(
+                    from_ptr, to_ptr, cosine_ptr, sine_ptr, tl.arange(0, 1), 1, KEY_DIM,
+                    BLOCK_KEY, INTERLEAVED,
+                )  # fmt: skip
+            if not VALUE_IN_KEY:
+                value_ptr = v_ptr + token * v_stride
+                _copy(value_ptr, values_ptr + first + slot * VALUE_DIM, VALUE_DIM, BLOCK_VALUE)
     elif cosine_ptr is not None:
         head_H = (part - 1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         _rotate(
