@@ -153,6 +153,7 @@ def gemma4(
     """
     kinds = [LOCAL if kind == "L" else GLOBAL for kind in types]
     given = {"layer_types": kinds, "num_kv_shared_layers": shared}
+    given |= {"vocab_size_per_layer_input": vocab}
     return llama_like("gemma4_text", hidden, heads, len(types), vocab, mlp, **(given | more))
 
 
