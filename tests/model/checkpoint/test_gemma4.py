@@ -7,16 +7,22 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from model.checkpoint.families import read_spec, spec_of
+from model.checkpoint.gguf.config import FREQUENCIES, config_of
+from model.checkpoint.gguf.split import GGUF
+from model.checkpoint.mapped import MappedRows
 from model.checkpoint.weights import load_decoder
 from model.devices import find_device
 from model.kv_layout import layout_of
 from model.spec import CheckpointError, ModelSpec
-from tests.support.families import CONFIGS, make_family_checkpoint
+from tests.model.test_decoder import TOLERANCE, load, logits_by_chunks
+from tests.support.families import CONFIGS, gemma4, make_family_checkpoint
+from tests.support.gguf_models import make_folder, write_gguf
 
 CPU = torch.device("cpu")
 E2B: dict[str, Any] = {
@@ -87,6 +93,8 @@ def test_the_published_configuration() -> None:
         ({"per_layer_config": {"0": {"head_dim": 512}}}, "head_dim must be 256, as of every layer"),
         ({"per_layer_config": {"4": {"width": 1}}}, "per_layer_config: 4: width is not known"),
         ({"per_layer_config": {"99": {}}}, "per_layer_config: there is no layer 99"),
+        ({"per_layer_config": {"9" * 5000: {}}}, "per_layer_config: there is no layer 999"),
+        ({"vocab_size_per_layer_input": 2**31 - 1}, "a table of"),
         (
             {"rope_parameters": {"full_attention": TURNS_TWICE}},
             "partial_rotary_factor must be a share",
@@ -189,3 +197,105 @@ def test_the_table_of_layer_inputs_stays_in_its_file(dtype: torch.dtype, tmp_pat
     assert not any("table" in name for name, _ in decoder.named_parameters())
     with pytest.raises(IndexError):
         decoder.layer_inputs.table(torch.tensor([read.layer_input_vocab_size]))
+
+
+def test_a_damaged_row_of_the_table_is_no_number_and_the_others_are_as_they_were(
+    tmp_path: Path,
+) -> None:
+    (source := tmp_path / "source").mkdir()
+    (folder := tmp_path / "gguf").mkdir()
+    config = CONFIGS["gemma4_text"][0] | {"hidden_size_per_layer_input": 32}
+    make_folder(source, config)
+    write_gguf(source, folder / "m.gguf", "Q8_0")
+    opened = GGUF.open(folder / "m.gguf")
+    stored = opened.tensors["per_layer_token_embd.weight"]
+    table, ids = MappedRows(stored), torch.tensor([7, 8, 7])
+    expected = table(ids)
+    with (folder / "m.gguf").open("r+b") as file:  # The scale of a block of row 8.
+        file.seek(stored.begin + 8 * stored.num_bytes // stored.shape[0] + 34)
+        file.write(b"\x00\x7c")
+    found = table(ids)
+    assert torch.equal(found[[0, 2]], expected[[0, 2]]) and found[1].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("divisors", "message"),
+    [
+        ([1.0] * 4 + [1e30] * 4, "for the first of 16 pairs"),
+        ([1.0, 2.0] + [1e30] * 14, "one divisor"),
+        ([1e30] * 16, "one divisor"),
+        ([1e30] + [1.0] * 15, "one divisor"),
+        ([float("nan")] * 16, "one divisor"),
+    ],
+)
+def test_divisors_of_frequencies_that_do_not_fit_are_refused(
+    divisors: list[float], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_folder(tmp_path, CONFIGS["gemma4_text"][0])
+    array = np.array(divisors, np.float32)
+    monkeypatch.setattr("tests.support.gguf_models._factors", lambda _: {FREQUENCIES: array})
+    write_gguf(tmp_path, tmp_path / "m.gguf")
+    with pytest.raises(CheckpointError, match=message):
+        config_of(GGUF.open(tmp_path / "m.gguf"))
+
+
+@pytest.mark.parametrize(("columns", "share"), [(176, 15 / 88), (24, 0.25), (20, 1.0)])
+def test_as_many_pairs_turn_as_the_file_says(columns: int, share: float, tmp_path: Path) -> None:
+    full = {"rope_type": "proportional", "partial_rotary_factor": share + 1e-9, "rope_theta": 1e6}
+    rotations = ROTATIONS | {"full_attention": full}
+    changes = {"global_head_dim": columns, "rope_parameters": rotations}
+    make_folder(tmp_path, CONFIGS["gemma4_text"][0] | changes)
+    write_gguf(tmp_path, tmp_path / "m.gguf")
+    rotary = spec_of(tmp_path, config_of(GGUF.open(tmp_path / "m.gguf"))).rotary
+    assert rotary is not None
+    turning = [f for f in rotary.inverse_frequencies if f]
+    assert len(turning) == round(share * columns / 2)
+
+
+def test_what_ends_the_whole_model_ends_its_texts() -> None:
+    text = E2B | {"eos_token_id": 1}
+    found = spec_of(Path("m"), {"model_type": "gemma4", "text_config": text, "eos_token_id": [106]})
+    assert found.end_token_ids == (1, 106)
+
+
+def random_configuration(seed: int) -> dict[str, Any]:
+    """Of number 5, E2B's own scaled down; of others, unusual dimensions."""
+    rng = random.Random(seed)
+    if seed == 5:
+        sizes = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 24}
+        more = {"use_double_wide_mlp": True, "hidden_size_per_layer_input": 8}
+        return gemma4(48, 8, "LLLLG" * 7, 400, 192, 20, **sizes, **more)
+    types = "".join(rng.choice("LLG") for _ in range(rng.randint(3, 8))) + "LG"
+    num_shared = rng.randint(0, len(types) - 3)
+    own = types[: len(types) - num_shared]
+    num_shared = num_shared if {*own} == {*types} else 0
+    return gemma4(
+        rng.choice((20, 36, 64)),
+        rng.choice((1, 2, 5, 8)),
+        types,
+        rng.randint(300, 500),
+        rng.randint(20, 120),
+        num_shared,
+        head_dim=rng.choice((8, 16, 32, 48)),
+        global_head_dim=rng.choice((16, 40, 64)),
+        sliding_window=rng.choice((3, 16, 50)),
+        use_double_wide_mlp=rng.random() < 0.5,
+        hidden_size_per_layer_input=rng.choice((4, 7, 16)),
+        final_logit_softcapping=rng.choice((None, 8.0, 30.0)),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+@torch.no_grad()
+def test_logits_of_random_configurations(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CONFIGS, "gemma4_text", [random_configuration(seed)])
+    made = make_family_checkpoint("gemma4_text", 0, tmp_path)
+    decoder, ids = load(made.folder), random.Random(seed).choices(range(3, 300), k=100)
+    expected = made.oracle(torch.tensor([ids])).logits[0]
+    for backend in ("reference", "native"):
+        for chunks in ([100], [60, *[1] * 20, 20]):
+            found = logits_by_chunks(decoder, backend, ids, chunks, 16)
+            assert (found - expected).abs().max() < TOLERANCE * max(1.0, expected.abs().max())
