@@ -338,7 +338,8 @@ def compile_attention(architecture: int, shape: int, window: int, stored: bool, 
     for absent in ({"cosine_ptr": None, "sine_ptr": None}, *([] if num_r else [{}, no_keys])):
         sizes = write_sizes_of(heads, columns, num_d) | options | {"INTERLEAVED": False} | absent
         found = compiled(write.scatter, NUMBERS[size], architecture, sizes, {}, pointers)
-        tell(told | {"turns": "cosine_ptr" not in absent} | found)
+        done = {"turns": "cosine_ptr" not in absent, "stores": "k_ptr" not in absent}
+        tell(told | done | found)
 
 
 def main() -> None:

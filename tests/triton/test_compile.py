@@ -84,7 +84,7 @@ def compiled(wanted: list[str], cache: Path) -> list[dict[str, Any]]:
     for made in found:
         assert made["shared"] <= SHARED_KIB[made["architecture"]] * 1024 and made["cubin"] > 0, made
         reads = made["kernel"] in ("attend", "decode")
-        writes = made["kernel"] == "scatter"
+        writes = made["kernel"] == "scatter" and made["stores"]
         # Triton 3.9 converts to bfloat16 at once where there is an instruction for that.
         converted = made["counts"]["cvt.rn.f16x2.e4m3x2"] + made["counts"]["cvt.rn.bf16x2.e4m3x2"]
         assert (converted > 0) == (stored and reads), made

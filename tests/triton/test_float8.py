@@ -124,7 +124,7 @@ def test_a_conversion_is_torchs_number_by_number() -> None:
     nought_T, pages_T = torch.zeros(4, dtype=torch.int32), torch.arange(4, dtype=torch.int32)
     scatter[(4, 1)](
         x_Td, x_Td, x_Td, None, None, x_Td, keys, keys, nought_T, pages_T, pages_T,
-        1024, 1024, 1024, 0, 1, PAGE=1,
+        1024, 1024, 1024, 0, 1, PAGE=1, NUMBERS=1024,
         HEADS=1, BLOCK_HEADS=1, KEY_DIM=1024, VALUE_DIM=1024, BLOCK_KEY=1024, BLOCK_VALUE=1024,
         VALUE_IN_KEY=True, INTERLEAVED=False,
     )  # fmt: skip

@@ -51,7 +51,7 @@ class Program:
     """Some recorded layers of one decoder, over one backend's pages."""
 
     def __init__(self, decoder: Decoder, backend: NativeBackend, layers: range) -> None:
-        self._decoder, self._library = decoder, backend.library
+        self._library = backend.library
         spec, recorder = decoder.spec, Recorder(backend.struct)
         given = [Buffer(spec.hidden_size), Buffer(len(layers) * spec.layer_input_size)]
         x: Any = Activation(recorder, given[0], 0, spec.hidden_size)
