@@ -68,6 +68,11 @@ class TritonBackend:
         invariant: bool = False,
     ) -> None:
         self.pool, self.num_heads, self.batch_invariant = pool, num_heads, invariant
+        self._stored: list[tuple[Place, LayerGroup, Tensor, Tensor]] = [
+            (place, pool.layout.groups[place.group], *pool.layer(layer))
+            for layer, place in enumerate(pool.layout.places)
+        ]
+        """Where the keys and values of each layer are."""
         self.name = "triton" if invariant else "triton-fast"
         self.factor = scale / math.log(2)
         key_dim, value_dim, value_in_key = columns
@@ -136,18 +141,13 @@ class TritonBackend:
     ) -> Tensor:
         return self.attend(plan, layer, self.store(plan, layer, q_THd, k_Td, v_Tv, rotation))
 
-    def _stored(self, layer: int) -> tuple[Place, LayerGroup, Tensor, Tensor]:
-        """Where the keys and values of a layer are."""
-        place = self.pool.layout.places[layer]
-        return place, self.pool.layout.groups[place.group], *self.pool.layer(layer)
-
     def attend(self, plan: Plan, layer: int, q_THd: Tensor) -> Tensor:
         """The second part of `run`: attention of rotated queries, contiguous in each token, over
         stored keys and values. The outputs of padding are undefined.
         """
         o_THv = q_THd.new_empty(len(q_THd), self.num_heads, self.columns[2])
         if plan.tiles_M3 is not None:
-            place, group, keys, values = self._stored(layer)
+            place, group, keys, values = self._stored[layer]
             attend[len(plan.tiles_M3),](
                 q_THd, keys, values, o_THv, plan.tiles_M3, plan.positions_T,
                 plan.offsets_GT[place.group], plan.pages_P,
@@ -164,7 +164,7 @@ class TritonBackend:
     def _decode(
         self, plan: Plan, layer: int, num_single: int, q_THd: Tensor, o_THv: Tensor
     ) -> None:
-        place, group, keys, values = self._stored(layer)
+        place, group, keys, values = self._stored[layer]
         configuration, splits = self.decoding(num_single)
         tiles_of_row = pages_for(self.num_heads, configuration.rows)
         # A window may begin within a block.
@@ -200,7 +200,7 @@ class TritonBackend:
         q_THd = q_THd if q_THd.stride()[1:] == (q_THd.shape[-1], 1) else q_THd.contiguous()
         k_Td, v_Tv = (x if x is None or x.stride(1) == 1 else x.contiguous() for x in (k_Td, v_Tv))
         k_stride, v_stride = (0 if x is None else x.stride(0) for x in (k_Td, v_Tv))
-        place, group, keys, values = self._stored(layer)
+        place, group, keys, values = self._stored[layer]
         turned_THd, cosine_Tr, sine_Tr, programs, warps = q_THd, None, None, 1, 1
         if rotation is not None:
             assert 2 * rotation.cosine_Tr.shape[1] == q_THd.shape[-1]
