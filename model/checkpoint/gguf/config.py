@@ -175,7 +175,7 @@ def _gemma3(metadata: Metadata) -> dict[str, Any]:
     window = metadata.integer("attention.sliding_window", 0, least=0)
     base = metadata.number("rope.freq_base_swa", 10000.0)
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        config[key] = metadata.get(key) or None
+        config[key] = _positive(metadata, key)
     return config | {
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": config["head_dim"],
@@ -221,7 +221,7 @@ def _gemma4(metadata: Metadata) -> dict[str, Any]:
             "embedding_length_per_layer_input", 0, least=0
         ),
         "vocab_size_per_layer_input": None if inputs is None else inputs.shape[0],
-        "final_logit_softcapping": metadata.get("final_logit_softcapping") or None,
+        "final_logit_softcapping": _positive(metadata, "final_logit_softcapping"),
         "sliding_window": (window := metadata.integer("attention.sliding_window")),
         "layer_types": _layer_types(metadata, num_layers, window),
         "rope_parameters": {
@@ -229,6 +229,11 @@ def _gemma4(metadata: Metadata) -> dict[str, Any]:
             "sliding_attention": {"rope_type": "default", "rope_theta": bases[1]},
         },
     }
+
+
+def _positive(metadata: Metadata, key: str) -> float | None:
+    """A number above 0; None where there is none or it is 0."""
+    return None if metadata.get(key) in (None, 0) else metadata.number(key)
 
 
 def _each(metadata: Metadata, key: str, count: int) -> list[int]:

@@ -299,3 +299,11 @@ def test_logits_of_random_configurations(
         for chunks in ([100], [60, *[1] * 20, 20]):
             found = logits_by_chunks(decoder, backend, ids, chunks, 16)
             assert (found - expected).abs().max() < TOLERANCE * max(1.0, expected.abs().max())
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gemma4_text"])
+def test_a_cap_of_a_gguf_file_is_a_number(family: str, tmp_path: Path) -> None:
+    make_folder(tmp_path, CONFIGS[family][0])
+    write_gguf(tmp_path, tmp_path / "m.gguf", final_logit_softcapping=[1.0, 2.0])
+    with pytest.raises(CheckpointError, match=r"final_logit_softcapping must be a number above 0"):
+        config_of(GGUF.open(tmp_path / "m.gguf"))
