@@ -79,6 +79,13 @@ def _intermediate_sizes(config: Config, sources: tuple[int, ...]) -> tuple[int, 
     return tuple(size * (1 + (is_double and layer != s)) for layer, s in enumerate(sources))
 
 
+def _layer_inputs(config: Config, vocab_size: int) -> tuple[int, int]:
+    """The columns that a layer is given of each token, and the rows of the table of them."""
+    size = config.integer("hidden_size_per_layer_input", 256, least=0)
+    num_rows = config.integer("vocab_size_per_layer_input", 262_144, vocab_size)
+    return size, num_rows if size else 0
+
+
 def _cap(config: Config) -> float | None:
     key = "final_logit_softcapping"
     return None if config.get(key) is None else config.number(key)
@@ -127,6 +134,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
     )
     sources, bias = _sources(config, windows), config.flag("attention_bias", False)
     vocab_size = config.integer("vocab_size", 262_144)
+    input_size, input_vocab_size = _layer_inputs(config, vocab_size)
     return ModelSpec(
         model_type=model_type,
         vocab_size=vocab_size,
@@ -156,8 +164,8 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
         wide_head_dim=wide,
         kv_sources=sources,
         intermediate_sizes=_intermediate_sizes(config, sources),
-        layer_input_size=config.integer("hidden_size_per_layer_input", 256, least=0),
-        layer_input_vocab_size=config.integer("vocab_size_per_layer_input", 262_144, vocab_size),
+        layer_input_size=input_size,
+        layer_input_vocab_size=input_vocab_size,
         layer_scale=True,
         logit_cap=_cap(config),
     )

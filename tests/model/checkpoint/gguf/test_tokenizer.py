@@ -271,8 +271,8 @@ def test_special_tokens_templates_ends_and_sampling_defaults_come_from_the_metad
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"model": "bert"}, "model must be one of gpt2, llama, found 'bert'"),
-        ({"model": None}, "model must be one of gpt2, llama, and is missing"),
+        ({"model": "bert"}, "model must be one of gemma4, gpt2, llama, found 'bert'"),
+        ({"model": None}, "model must be one of gemma4, gpt2, llama, and is missing"),
         ({"pre": "qwen2"}, "pre must be one of default, falcon, gpt-2, .*, found 'qwen2'"),
         ({"tokens": []}, r"tokens must be a list of str, one or more, found \[\]"),
         ({"tokens": None}, "tokens must be a list of str, one or more, and is missing"),
