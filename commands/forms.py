@@ -3,7 +3,7 @@ files or from shapes alone.
 """
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Set
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,7 +25,7 @@ MIXED = "mixed"
 
 
 def stored(
-    folder: Path, decoder: Decoder, keeps_blocks: bool, left: Collection[Tensor] = ()
+    folder: Path, decoder: Decoder, keeps_blocks: bool, left: Set[Tensor] = frozenset()
 ) -> tuple[str, dict[str, int], Counter[str]]:
     """The form in which a CPU holds the matrices of a checkpoint as they are stored: by the headers
     of its files or, where these are not there, by its config.json. (its name, the bytes of all
@@ -39,7 +39,7 @@ def stored(
         names = family_of(decoder.spec.model_type).weight_names(decoder.spec)
         matrices = _matrices(decoder)
         for name, parameter in decoder.named_parameters():
-            if _is_among(left, parameter):
+            if parameter in left:
                 continue
             if parameter not in matrices:
                 total += parameter.numel() * ITEM_BYTES["float32"]
@@ -91,14 +91,14 @@ def weight_bytes(
     decoder: Decoder,
     dtype: str = "float32",
     vectors: str | None = None,
-    left: Collection[Tensor] = (),
+    left: Set[Tensor] = frozenset(),
 ) -> dict[str, int]:
     """Bytes of all parameters of a decoder, but those that are `left` in the checkpoint's file, in
     each form that the server can hold them in; quantized ones beside what stays in `dtype`. What is
     no linear layer or table, and routers, are in `vectors`; if that is None, in what these are in.
     """
     matrices = _matrices(decoder)
-    parameters = [p for p in decoder.parameters() if not _is_among(left, p)]
+    parameters = [p for p in decoder.parameters() if p not in left]
     counted = {
         form: sum(
             p.numel() * ITEM_BYTES[form if vectors is None or p in matrices else vectors]
@@ -115,14 +115,10 @@ def weight_bytes(
     return counted
 
 
-def left_in_file(decoder: Decoder, device: str) -> list[Tensor]:
+def left_in_file(decoder: Decoder, device: str) -> set[Tensor]:
     """Parameters that a device does not hold: on a CPU the table of layer inputs."""
     inputs = decoder.layer_inputs
-    return [] if inputs is None or device != "cpu" else [*inputs.table.parameters()]
-
-
-def _is_among(left: Collection[Tensor], parameter: Tensor) -> bool:
-    return any(parameter is each for each in left)
+    return set() if inputs is None or device != "cpu" else {*inputs.table.parameters()}
 
 
 def _matrices(decoder: Decoder) -> set[Tensor]:

@@ -35,6 +35,14 @@ class Part:
 
 Names = dict[str, tuple[Part, ...]]
 """Decoder parameter -> its parts, stacked by rows."""
+_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_FOUR_NORMS = {
+    "attention_norm": "input_layernorm",
+    "attention_branch_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_branch_norm": "post_feedforward_layernorm",
+}
+"""A layer's norms where branches have one too: decoder name -> checkpoint name."""
 
 
 def renamed(modules: dict[str, str], kinds: tuple[str, ...] = ("weight",)) -> Names:
@@ -68,7 +76,9 @@ def outer_names(spec: ModelSpec) -> Names:
 
 
 def attention_names(spec: ModelSpec, ours: str, theirs: str, layer: int) -> Names:
-    """q_proj and o_proj of a layer, and where it stores keys and values k_proj and v_proj."""
+    """q_proj and o_proj of a layer, where it stores keys and values k_proj and v_proj, and the
+    norms of queries and keys.
+    """
     width = spec.head_dim_of(layer)
     sizes = {"q_proj": spec.num_query_heads * width}
     if layer < spec.num_storing_layers:
@@ -76,6 +86,10 @@ def attention_names(spec: ModelSpec, ours: str, theirs: str, layer: int) -> Name
     names = stacked(
         f"{ours}.qkv", {f"{theirs}.{name}": rows for name, rows in sizes.items()}, spec.qkv_bias
     )
+    if spec.query_key_norm:
+        names |= renamed({f"{ours}.query_norm": f"{theirs}.q_norm"})
+        if "k_proj" in sizes:
+            names |= renamed({f"{ours}.key_norm": f"{theirs}.k_norm"})
     return names | renamed(
         {f"{ours}.out": f"{theirs}.o_proj"}, ("weight", "bias") if spec.out_bias else ("weight",)
     )
@@ -137,11 +151,9 @@ def expert_names(spec: ModelSpec, ours: str, theirs: str) -> Names:
     return names
 
 
-def llama_names(spec: ModelSpec, norms: dict[str, str] | None = None) -> Names:
-    """Every parameter of a decoder with Llama's checkpoint layout. `norms`: a layer's norms,
-    decoder name -> checkpoint name.
-    """
-    norms = norms or {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+def llama_names(spec: ModelSpec) -> Names:
+    """Every parameter of a decoder with Llama's checkpoint layout."""
+    norms = _FOUR_NORMS if spec.branch_norms else _NORMS
     attention = attention_names if spec.latent is None else latent_names
     names = outer_names(spec)
     for layer in range(spec.num_layers):

@@ -5,16 +5,10 @@ attention and MLP.
 
 from model.checkpoint.config import Config
 from model.checkpoint.layer_types import rotations_of, windows_of
-from model.checkpoint.names import Names, llama_names, renamed
+from model.checkpoint.names import Names, llama_names
 from model.spec import ModelSpec
 
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh"}
-_NORMS = {
-    "attention_norm": "input_layernorm",
-    "attention_branch_norm": "post_attention_layernorm",
-    "mlp_norm": "pre_feedforward_layernorm",
-    "mlp_branch_norm": "post_feedforward_layernorm",
-}
 
 
 def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec:
@@ -64,10 +58,4 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
 
 def weight_names(spec: ModelSpec) -> Names:
     """Decoder parameter -> its checkpoint tensors, for every parameter of this spec."""
-    names = llama_names(spec, _NORMS)
-    for layer in range(spec.num_layers):
-        for ours, theirs in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
-            names |= renamed(
-                {f"blocks.{layer}.attention.{ours}": f"model.layers.{layer}.self_attn.{theirs}"}
-            )
-    return names
+    return llama_names(spec)

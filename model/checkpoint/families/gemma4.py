@@ -12,12 +12,6 @@ from model.checkpoint.names import Names, Part, llama_names, renamed
 from model.spec import CheckpointError, ModelSpec
 
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh"}
-_NORMS = {
-    "attention_norm": "input_layernorm",
-    "attention_branch_norm": "post_attention_layernorm",
-    "mlp_norm": "pre_feedforward_layernorm",
-    "mlp_branch_norm": "post_feedforward_layernorm",
-}
 _LAYER_INPUT = {
     "layer_input.up": "per_layer_input_gate",
     "layer_input.down": "per_layer_projection",
@@ -35,8 +29,6 @@ eoa_token_id eoa_token_index audio_token_id vision_soft_tokens_per_image
 num_experts top_k_experts moe_intermediate_size
 """
 """Keys of the whole model that say nothing of its text, and of experts that there are not."""
-
-
 _OTHER_PARTS = re.compile(r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\.")
 _SHARED = re.compile(
     r"model\.(?:language_model\.)?layers\.(\d{1,4})\.self_attn\.[kv]_(?:proj|norm)\.weight"
@@ -173,22 +165,15 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
 
 def weight_names(spec: ModelSpec) -> Names:
     """Decoder parameter -> its checkpoint tensors, for every parameter of this spec."""
-    names = llama_names(spec, _NORMS)
+    names = llama_names(spec)
     if spec.layer_input_size:
         names |= renamed({ours: f"model.{theirs}" for ours, theirs in _OUTER_INPUT.items()})
     for layer in range(spec.num_layers):
         ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
-        norms = {"query_norm": "q_norm"}
-        if layer < spec.num_storing_layers:
-            norms["key_norm"] = "k_norm"
-        modules = {
-            f"{ours}.attention.{norm}": f"{theirs}.self_attn.{name}" for norm, name in norms.items()
-        }
         if spec.layer_input_size:
-            modules |= {
-                f"{ours}.{module}": f"{theirs}.{name}" for module, name in _LAYER_INPUT.items()
-            }
-        names |= renamed(modules)
+            names |= renamed(
+                {f"{ours}.{m}": f"{theirs}.{name}" for m, name in _LAYER_INPUT.items()}
+            )
         names[f"{ours}.scale"] = (Part(f"{theirs}.layer_scalar"),)
     if spec.model_type == "gemma4_text":
         return names
