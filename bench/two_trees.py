@@ -2,7 +2,7 @@
 over HTTP.
 
     python -m bench.two_trees --old FOLDER --new FOLDER --output FILE [--model FOLDER] [--rounds 5]
-    [--streams 1,8,32] [-- SERVE_OPTIONS]
+    [--streams 1,8,32] [--new_options OPTIONS] [-- SERVE_OPTIONS]
 
 Three kinds of requests are measured: plain completions, chat, and completions bound by a JSON
 schema. Both servers run at the same time, and each case is sent to one after the other, in
@@ -16,6 +16,7 @@ import asyncio
 import json
 import os
 import re
+import shlex
 import signal
 import statistics
 import subprocess
@@ -161,6 +162,13 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--output", type=Path, required=True, help="JSON file for the result")
     parser.add_argument("--model", type=Path, help="checkpoint folder; default: the embedded model")
     parser.add_argument(
+        "--new_options",
+        type=shlex.split,
+        default=[],
+        help="serve options of the new server alone, in one argument: with one checkout twice, "
+        "what an option gains",
+    )
+    parser.add_argument(
         "--rounds", type=int, default=5, help="measurements of each case on each server"
     )
     parser.add_argument(
@@ -201,7 +209,11 @@ def measure(options: argparse.Namespace, servers: dict[str, Server]) -> list[dic
 def main() -> None:
     options, serve_options = arguments()
     trees = {"old": options.old, "new": options.new}
-    servers = {name: Server(tree, options.model, serve_options) for name, tree in trees.items()}
+    more = {"old": [], "new": options.new_options}
+    servers = {
+        name: Server(tree, options.model, serve_options + more[name])
+        for name, tree in trees.items()
+    }
     try:
         results = measure(options, servers)
         memory = {name: server.megabytes() for name, server in servers.items()}

@@ -126,6 +126,11 @@ class Decoder(nn.Module):
         self.head = (
             None if spec.tied_embeddings else Linear(spec.hidden_size, spec.vocab_size, bias=False)
         )
+        # Of a model that drafts tokens for another: from that one's width to its own, and back.
+        self.input_projection = self.output_projection = None
+        if spec.backbone_size:
+            self.input_projection = Linear(2 * spec.backbone_size, spec.hidden_size, bias=False)
+            self.output_projection = Linear(spec.hidden_size, spec.backbone_size, bias=False)
         self.cap = cap
         """Replaced by devices with a kernel for it."""
         self._rotary = None if spec.rotary is None else RotaryTable(spec.rotary)

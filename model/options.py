@@ -39,4 +39,6 @@ class EngineOptions:
     cache_disk_size: float = 0.0
     """The most bytes of these files."""
     speculation: str = "none"
+    draft: str = ""
+    """Folder of the model that drafts tokens, with `speculation` draft."""
     serve_pooled: bool = False

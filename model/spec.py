@@ -137,6 +137,9 @@ class ModelSpec:
     """The residual stream is multiplied by a number of its own after each layer."""
     logit_cap: float | None = None
     """Logits z become cap * tanh(z / cap)."""
+    backbone_size: int = 0
+    """Hidden size of another model for which this one drafts tokens: its input are that model's
+    embeddings and states, and all its layers read that model's keys and values."""
     latent: Latent | None = None
     experts: Experts | None = None
     num_unread_layers: int = 0
@@ -163,6 +166,8 @@ class ModelSpec:
         """Layers, the first ones, that have keys and values of their own. Of a token whose logits
         are not wanted nothing else is computed.
         """
+        if self.backbone_size:
+            return 0
         return len(set(self.kv_sources)) if self.kv_sources else self.num_layers
 
     def kv_columns_of(self, layer: int) -> tuple[int, int, bool]:

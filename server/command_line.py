@@ -52,6 +52,7 @@ OTHER_NAMES = """
 --engine.device cuda = n_gpu_layers gpu_layers ngl
 --engine.device = device dev
 --engine.speculation ngram = speculative_config speculate spec_type
+--engine.draft = model_draft md hf_repo_draft hfrd speculative_draft_model_path
 --cache.memory = gpu_memory_utilization cuda_memory_fraction max_batch_total_tokens
 --cache.memory = mem_fraction_static kv_cache_memory_bytes
 --cache.page_size = block_size

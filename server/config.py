@@ -245,10 +245,16 @@ class EngineSection(Section):
         description="most tokens computed in one step; at least max_running; default: 512 on a "
         "CPU, 4096 on a GPU, or max_running if that is more",
     )
-    speculation: Literal["none", "ngram"] = Field(
+    speculation: Literal["none", "ngram", "draft"] = Field(
         "none",
-        description="ngram: guess tokens from the text so far and check several in one step; no "
-        "output changes where kernels are batch-invariant, elsewhere the last bits may",
+        description="guess tokens and check several in one step. ngram: from the text so far; "
+        "draft: by engine.draft, while that is faster; no output changes where kernels are "
+        "batch-invariant, elsewhere the last bits may",
+    )
+    draft: Path | None = Field(
+        None,
+        description="smaller model with the same vocabulary, named as --model is, for "
+        "engine.speculation draft, on a CPU; its cache takes an eighth of cache.memory",
     )
     serve_pooled: bool = Field(
         False,
@@ -266,6 +272,8 @@ class EngineSection(Section):
             raise ValueError(
                 f"step_tokens {self.step_tokens} must be at least max_running {self.max_running}"
             )
+        if self.speculation == "draft" and self.draft is None:
+            raise ValueError("speculation draft needs a model in draft")
         return self
 
 
@@ -326,9 +334,12 @@ class EngineSettings(BaseSettings):
         """
         return self._given or str(self.model)
 
-    def found_in(self, folder: Path) -> Self:
-        """These settings with the folder of the checkpoint that --model names."""
-        found = self.model_copy(update={"model": folder})
+    def found_in(self, folder: Path, draft: Path | None = None) -> Self:
+        """These settings with the folders of the checkpoints that --model and --engine.draft
+        name.
+        """
+        engine = self.engine.model_copy(update={"draft": draft})
+        found = self.model_copy(update={"model": folder, "engine": engine})
         found._given = self.given
         return found
 

@@ -58,6 +58,7 @@ def engine_options(settings: EngineSettings) -> EngineOptions:
     found = {
         "threads": engine_threads(settings.engine.threads),
         "max_context": settings.engine.max_context or 0,
+        "draft": str(settings.engine.draft or ""),
         "cache_disk": str(cache.pop("disk") or ""),
         "cache_disk_size": cache.pop("disk_size"),
     }

@@ -15,8 +15,12 @@ TYPES: dict[str, dict[str, Any]] = {
     "RefinedWeb": {"model_type": "falcon", "new_decoder_architecture": True},
 }
 """Falcon-7B and Falcon-40B as first published, before `transformers` had the family."""
-TEXT_TYPES = {"gemma3": "gemma3_text", "gemma4": "gemma4"}
-"""Models that read more than text, and how what their text_config describes is called here."""
+TEXT_TYPES = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4",
+    "gemma4_assistant": "gemma4_assistant",
+}
+"""Models around a text model, and how what their text_config describes is called here."""
 _GPT = {
     "hidden_size": "n_embd",
     "max_position_embeddings": "n_positions",

@@ -45,7 +45,7 @@ class ReferenceBackend:
         if rotation is not None:
             q_THd, k_Td = rotation.both(q_THd, k_Td)
         place, size = self.pool.layout.places[layer], self.pool.page_size
-        group = self.pool.layout.groups[place.group]
+        group = plan.layout.groups[place.group]
         rows = [
             (
                 slice(first, first + len(row.tokens)),

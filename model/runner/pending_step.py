@@ -35,6 +35,9 @@ class PendingStep:
         """Scores, with the index of the row of each."""
         self.finite_T: Tensor | None = None
         """Whether the states of each token are finite; None where draws tell it."""
+        self.states: tuple[Tensor, dict[int, Tensor]] | None = None
+        """The states that tokens are drawn from, and where to keep that of each row's last
+        draw."""
         self.event: Event | None = None
         self._lines: list[int] | None = None
         """For each token of the rows its line, where tokens are lines of a DecodeStep (see
@@ -94,12 +97,17 @@ class PendingStep:
         """What every row draws, and its accepted drafts."""
         drawn: list[SampledToken | SampleError | None] = [*islice(draws, self.num_decoding)]
         accepted: dict[int, list[SampledToken]] = {}
+        place = self.num_decoding
         for row, places in zip(self.rows, self.samples, strict=True):
-            if len(places) <= 1:
-                drawn.append(next(draws) if places else None)
+            if not places:
+                drawn.append(None)
                 continue
             come_true, last = row.settle([next(draws) for _ in places])
             if come_true:
                 accepted[len(drawn)] = come_true
             drawn.append(last)
+            if self.states is not None:
+                states_SD, kept = self.states
+                kept[row.sequence] = states_SD[place + len(come_true)].clone()
+            place += len(places)
         return drawn, accepted

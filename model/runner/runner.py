@@ -3,8 +3,8 @@
 It makes no scheduling decisions: the scheduler chooses rows and pages. On a device with a stream,
 the next step can be planned and launched while one computes. A row that continues with a token that
 the previous step draws takes it on the device, from `_drawn_S`, into which every step copies its
-tokens. Invariant: between two calls, that token and the pool's pages are all the state it has of a
-sequence.
+tokens. Invariant: between two calls, that token, the pool's pages and, for an assistant, the state
+that the token was drawn from are all it has of a sequence.
 
 Shape letters: T tokens of the step, S draws, D hidden size, V vocabulary.
 """
@@ -78,6 +78,9 @@ class ModelRunner:
         self._drawn_S = torch.zeros(
             max(most_tokens, sizes[-1]), dtype=torch.long, device=device.torch_device
         )
+        self.states: dict[int, torch.Tensor] | None = None
+        """By sequence the state, normalised, from which its last token was drawn; None where they
+        are not kept."""
         self._drawn_ids: Sequence[int] = ()
         """The sequences whose tokens drawn_S holds once the step launched last is done."""
         self._graphs: CudaGraphs | None = None
@@ -361,6 +364,8 @@ class ModelRunner:
             logits_SV = self.decoder.logits(x_TD[batch.sampled_S])
             drawn_S = None if self._stream is None else self._drawn_S
             pending.draws = begin_draw(self.device, logits_SV, samples, plan.decode, drawn_S)
+            if self.states is not None:
+                pending.states = x_TD[batch.sampled_S], self.states
         self._score(pending, x_TD)
         pending.finite_T = self.device.download(x_TD.isfinite().all(dim=-1))
 

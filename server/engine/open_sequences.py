@@ -8,7 +8,6 @@ its pages until no step in flight has a row of it.
 """
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from msgspec import Struct
@@ -19,7 +18,7 @@ from cache.pages import TAKEN, PageAllocator
 from cache.table import PageTable
 from model.step import Row, SampledToken, SampleError, Sampling, StepPlan, StepResult
 from server.engine.decoding import Decoding
-from server.engine.drafts import Drafter
+from server.engine.drafts import Drafts
 from server.engine.fair_shares import FairShares
 from server.engine.limits import Limits, NeverFits
 from server.engine.prefix_reuse import PrefixReuse
@@ -51,14 +50,14 @@ class PromptScored:
 
 
 class OpenSequences:
-    """Call `commit` with the result of each step; `submit` and `cancel` in between. `drafter_for`
-    returns a sequence's n-gram drafter; None disables speculative decoding.
+    """Call `commit` with the result of each step; `submit` and `cancel` in between. `drafts`:
+    speculative decoding, if there is any.
     """
 
     def __init__(
         self,
         limits: Limits,
-        drafter_for: Callable[[Sequence], Drafter] | None = None,
+        drafts: Drafts | None = None,
         ledger: PageLedger | None = None,
         disk: DiskCache | None = None,
     ) -> None:
@@ -68,7 +67,7 @@ class OpenSequences:
                 "each running sequence needs a token"
             )
         self.limits = limits
-        self._drafter_for = drafter_for
+        self._drafts = drafts
         self._capacity = limits.capacity
         self._page_size = limits.layout.page_size
         windows = [group.window for group in limits.layout.groups if group.window is not None]
@@ -157,8 +156,8 @@ class OpenSequences:
             raise NeverFits(
                 f"this request may need {sequence.most_tokens} tokens; at most {self._capacity} fit"
             )
-        if self._drafter_for is not None and constraint is None:
-            sequence.drafter = self._drafter_for(sequence)
+        if self._drafts is not None and constraint is None:
+            sequence.drafter = self._drafts.begin(sequence)
         self.waiting.put(sequence)
 
     def cancel(self, id: int) -> None:
@@ -180,7 +179,12 @@ class OpenSequences:
         if sequence.line >= 0:
             self._decoding.leave(sequence)
         self._prefix_reuse.release_claims(sequence)
+        self._end_drafts(sequence)
         sequence.end_constraint()
+
+    def _end_drafts(self, sequence: Sequence) -> None:
+        if self._drafts is not None:
+            self._drafts.end(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         freed = sequence.table.release()
@@ -342,6 +346,7 @@ class OpenSequences:
         """Non-finite logits may come from a rejected draft, through masked slots: recomputes the
         sequence without drafts on zeroed pages. It stays in the running set.
         """
+        self._end_drafts(sequence)
         sequence.drafter, sequence.num_computed, sequence.num_recorded = None, 0, 0
         self._clear_later(sequence.table.release())
 

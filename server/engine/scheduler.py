@@ -19,7 +19,7 @@ from operator import attrgetter
 
 from cache.prefix import Block
 from model.step import StepPlan
-from server.engine.drafts import MAX_SPECULATIVE_STEP, divide
+from server.engine.drafts import MAX_SPECULATIVE_STEP
 from server.engine.fair_shares import step_counts
 from server.engine.limits import Limits as Limits
 from server.engine.limits import NeverFits as NeverFits
@@ -74,7 +74,7 @@ class Scheduler(OpenSequences):
             self._admit_waiting(counts, budget)
         if not counts and not self._decoding:
             return StepPlan(())
-        return self._launch(counts, self._draft(counts) if self._drafter_for is not None else {})
+        return self._launch(counts, self._draft(counts))
 
     def _admit_waiting(self, counts: dict[int, int], budget: int) -> None:
         """Admits waiting sequences, for as many tokens of each as the budget allows."""
@@ -180,17 +180,22 @@ class Scheduler(OpenSequences):
         and the pool has pages to spare. Rejected ones free their pages at commit, so drafts never
         displace other tokens.
         """
+        if self._drafts is None:
+            return {}
         budget = (
             min(MAX_SPECULATIVE_STEP, self.limits.step_tokens) - len(counts) - len(self._decoding)
         )
         if budget < 1 or any(number > 1 for number in counts.values()):
-            return {}
-        wishes = {id: drafted for id in counts if (drafted := self.running[id].draft(budget))}
-        drafts = {}
-        for id, number in divide(
-            budget, {id: len(drafted) for id, drafted in wishes.items()}
-        ).items():
-            sequence, drafted = self.running[id], wishes[id][:number]
+            return self._drafts.draft({}, 0)
+        wanted = {
+            sequence: min(budget, most)
+            for id in counts
+            if (most := (sequence := self.running[id]).most_drafts)
+        }
+        drafts = self._drafts.draft(wanted, budget)
+        assert sum(map(len, drafts.values())) <= budget, "drafts are longer than the step"
+        for id, drafted in drafts.items():
+            sequence = self.running[id]
             while (
                 drafted
                 and sequence.table.missing(*[sequence.num_tokens + len(drafted)] * 2)
@@ -198,7 +203,6 @@ class Scheduler(OpenSequences):
             ):
                 drafted.pop()
             sequence.table.grow(*[sequence.num_tokens + len(drafted)] * 2)
-            drafts[id] = drafted
         return drafts
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:

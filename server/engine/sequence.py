@@ -20,7 +20,7 @@ from cache.table import PageTable
 from model.draw_words import History, history_for
 from model.step import PENDING, Row, Sample, SampledToken, SampleError, Sampling, Scoring
 from server.engine.account import Account
-from server.engine.drafts import Drafter
+from server.engine.drafts import DraftLength
 from server.errors import ConstraintFailed
 from server.protocol import Guidance
 
@@ -114,8 +114,8 @@ class Sequence:
     mask: bytes | None = None
     awaits_mask: bool = False
     """Whether its constraint is computing what may be sampled next."""
-    drafter: Drafter | None = None
-    """Drafts its next tokens; None without speculative decoding."""
+    drafter: DraftLength | None = None
+    """How many tokens are drafted for it, and what they are drafted from; None if none are."""
     line: int = -1
     """Its line among the sequences that decode (server.engine.decoding); -1 while it is not one of
     them."""
@@ -225,23 +225,20 @@ class Sequence:
             self.chain.extend(self.tokens(index * page_size, (index + 1) * page_size))
         return links[:count]
 
-    def draft(self, most: int) -> list[int]:
-        """Up to `most` draft tokens, all of which could be accepted. None unless its last token is
-        the only one to compute, nor while prompt scores, a constraint or `min_new_tokens` affect
-        sampling.
+    @property
+    def most_drafts(self) -> int:
+        """Draft tokens that could all be accepted. None unless its last token is the only one to
+        compute, nor while prompt scores, a constraint or `min_new_tokens` affect sampling.
         """
         if (
             self.drafter is None
             or self.num_uncomputed != 1
             or self.num_scored < len(self.prompt)
             or self.constraint is not None
+            or len(self.output) < self.min_new_tokens
         ):
-            return []
-        if len(self.output) < self.min_new_tokens:
-            return []
-        return self.drafter.draft(
-            self.output, min(most, self.max_new_tokens - len(self.output) - 1)
-        )
+            return 0
+        return self.max_new_tokens - len(self.output) - 1
 
     def row(self, count: int, drafts: list[int] | None = None) -> Row:
         """The row that computes its next `count` tokens and samples one more if these are the last;

@@ -31,17 +31,19 @@ from cache.ledger import PageLedger
 from model.checkpoint.conversion import only_pooled
 from model.checkpoint.families import read_spec
 from model.checkpoint.identity import ModelFiles
+from model.options import EngineOptions
 from model.spec import CheckpointError, ModelSpec, OptionError
 from model.step import SampledToken
 from server import logs, protocol
 from server.child_process import allow_files, release_freed_memory
 from server.engine.cache_view import CacheViews
 from server.engine.core import EngineCore
-from server.engine.drafts import Drafter
+from server.engine.drafts import Drafts
 from server.engine.holder import hold, in_a_thread
 from server.engine.kv_events import KvPublisher
 from server.engine.masks import MaskProcesses
 from server.engine.scheduler import Limits, NeverFits, PromptScored, Scheduler, TokenEvent
+from server.engine.speculation import load_drafts
 from server.errors import one_line
 
 if TYPE_CHECKING:
@@ -72,20 +74,10 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
     files = ModelFiles(folder, Path(start.tokenizer))
     _check_conversion(start, folder)
     max_context = _max_context(start, spec)
-    runner = _load_runner(start, folder, spec, max_context, report)
-    limits = Limits(
-        runner.pool.num_pages,
-        runner.pool.layout,
-        max_context,
-        start.options.max_running,
-        start.options.step_tokens,
-    )
-    if limits.capacity < max_context:
-        short = (
-            "the KV cache holds %d tokens of one sequence, fewer than the context of %d: "
-            "longer requests are refused; see cache.memory"
-        )
-        log.warning(short, limits.capacity, max_context)
+    options = dataclasses.replace(start.options, max_context=max_context)
+    make_drafts, options = load_drafts(options, spec, report)
+    runner = _load_runner(folder, spec, options, report)
+    limits = _limits(runner, options)
     kv_dtype, forms = runner.pool.dtype, runner.decoder.block_forms
     ready = protocol.Ready(
         model_type=spec.model_type,
@@ -113,23 +105,42 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
         device_memory=runner.device.own_memory(),
         num_graphs=runner.num_graphs,
     )
-    return EngineCore(_scheduler(start, limits, runner, ready), runner), ready
+    drafts = make_drafts(runner)
+    return EngineCore(_scheduler(start, limits, runner, ready, drafts), runner), ready
+
+
+def _limits(runner: "ModelRunner", options: EngineOptions) -> Limits:
+    limits = Limits(
+        runner.pool.num_pages,
+        runner.pool.layout,
+        options.max_context,
+        options.max_running,
+        options.step_tokens,
+    )
+    if limits.capacity < options.max_context:
+        short = (
+            "the KV cache holds %d tokens of one sequence, fewer than the context of %d: "
+            "longer requests are refused; see cache.memory"
+        )
+        log.warning(short, limits.capacity, options.max_context)
+    return limits
 
 
 def _scheduler(
-    start: protocol.Start, limits: Limits, runner: "ModelRunner", ready: protocol.Ready
+    start: protocol.Start,
+    limits: Limits,
+    runner: "ModelRunner",
+    ready: protocol.Ready,
+    drafts: Drafts | None,
 ) -> Scheduler:
-    """A scheduler that drafts tokens if that is asked for, and whose pages are found by the engine
-    after this one if the backend can vouch for what they hold, and by later servers if there is a
-    disk for them.
+    """A scheduler whose pages are found by the engine after this one if the backend can vouch for
+    what they hold, and by later servers if there is a disk for them.
     """
-    drafter_for, ledger = None, None
-    if start.options.speculation == "ngram":
-        drafter_for = lambda sequence: Drafter(sequence.prompt)  # noqa: E731
+    ledger = None
     if runner.backend.are_whole is not None:
         ledger = PageLedger(limits.num_pages, limits.layout, runner.backend.are_whole)
     disk = _disk(start, runner, ready) if start.options.cache_disk else None
-    return Scheduler(limits, drafter_for, ledger, disk)
+    return Scheduler(limits, drafts, ledger, disk)
 
 
 def _disk(start: protocol.Start, runner: "ModelRunner", ready: protocol.Ready) -> DiskCache:
@@ -172,12 +183,11 @@ def _check_files(max_running: int) -> None:
 
 
 def _load_runner(
-    start: protocol.Start, folder: Path, spec: ModelSpec, max_context: int, report: "Report"
+    folder: Path, spec: ModelSpec, options: EngineOptions, report: "Report"
 ) -> "ModelRunner":
     """Imports torch and loads the weights."""
     from model.runner.runner import ModelRunner
 
-    options = dataclasses.replace(start.options, max_context=max_context)
     return ModelRunner.load(folder, spec, options, report)
 
 
@@ -446,6 +456,8 @@ def _refusal(error: Exception, start: protocol.Start) -> protocol.Refused:
             .replace(f"{start.model}/", "")
             .replace(start.model, "the model's folder")
         )
+        if start.options.draft:
+            reason = reason.replace(start.options.draft, "the draft model's folder")
     if isinstance(error, CheckpointError | OptionError):
         return protocol.Refused(reason)
     if not isinstance(error, MemoryError):

@@ -62,7 +62,10 @@ def resolved(settings: Settings, check: Check) -> Settings:
     check_all(folder)
     # An engine that is started later, after a crash, must find the same folder: whatever the
     # working directory, and a link, is by then.
-    return settings.found_in(folder.resolve())
+    # What drafts is checked by the engine.
+    named = settings.engine.draft if settings.engine.speculation == "draft" else None
+    draft = named and resolve(named).resolve()
+    return settings.found_in(folder.resolve(), draft)
 
 
 def resolve(

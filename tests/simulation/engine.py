@@ -19,8 +19,8 @@ from cache.layout import CacheLayout
 from model.step import Row, SampleError, StepPlan, StepResult
 from server import protocol
 from server.engine.core import EngineCore
-from server.engine.drafts import Drafter
 from server.engine.masks import MaskProcesses
+from server.engine.ngrams import Drafter, NGrams
 from server.engine.scheduler import Limits, Scheduler
 from server.engine.sequence import Sequence
 from server.engine.worker import Worker
@@ -342,8 +342,8 @@ class SimulatedEngine:
         limits = Limits(
             scenario.pages, layout, scenario.max_context, scenario.max_running, scenario.step_tokens
         )
-        drafter = self._drafter if scenario.speculates else None
-        scheduler = Scheduler(limits, drafter, world.ledger)
+        drafts = NGrams(self._drafter) if scenario.speculates else None
+        scheduler = Scheduler(limits, drafts, world.ledger)
         scheduler.prefixes.adopt()
         world.seen["adopted: full blocks"] += len(scheduler.prefixes.blocks)
         world.seen["adopted: tails"] += len(scheduler.prefixes.tails)

@@ -153,7 +153,7 @@ class Engine:
             max_running,
             max(step_tokens, max_running),
         )
-        more = [_drafter_for] if speculate else []
+        more = [import_module("server.engine.ngrams").NGrams()] if speculate else []
         return EngineCore(Scheduler(limits, *more), self.runner)  # type: ignore[arg-type]
 
 
@@ -161,11 +161,7 @@ def can_speculate() -> bool:
     """Whether this checkout has speculative decoding: the trial is also run on commits from before
     it.
     """
-    return find_spec("server.engine.drafts") is not None
-
-
-def _drafter_for(sequence: Any) -> Any:
-    return import_module("server.engine.drafts").Drafter(sequence.prompt)
+    return find_spec("server.engine.ngrams") is not None
 
 
 def submit(core: EngineCore, id: int, case: Case, salt: str = "") -> None:

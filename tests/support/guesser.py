@@ -5,7 +5,7 @@ accepted even in short histories.
 import random
 from collections.abc import Callable
 
-from server.engine.drafts import Drafter
+from server.engine.ngrams import Drafter
 
 RIGHT = 0.7
 """Fraction of its draft tokens that are right."""

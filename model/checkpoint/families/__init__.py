@@ -24,6 +24,7 @@ MODEL_TYPES = {
     "gemma": "model.checkpoint.families.gemma",
     "gemma3_text": "model.checkpoint.families.gemma3_text",
     "gemma4": "model.checkpoint.families.gemma4",
+    "gemma4_assistant": "model.checkpoint.families.gemma4",
     "gemma4_text": "model.checkpoint.families.gemma4",
     "gpt2": "model.checkpoint.families.gpt_bigcode",
     "gpt_bigcode": "model.checkpoint.families.gpt_bigcode",
@@ -55,16 +56,23 @@ def family_of(model_type: object) -> Family:
     return cast(Family, import_module(MODEL_TYPES[model_type]))
 
 
-def read_spec(folder: Path, warn: bool = True) -> ModelSpec:
+def read_spec(folder: Path, warn: bool = True, drafts: bool = False) -> ModelSpec:
     """The ModelSpec of a checkpoint folder, from its JSON files alone. `warn`: logs keys that are
-    not supported. Raises CheckpointError.
+    not supported; `drafts`: it may be a model that can only draft tokens for another one. Raises
+    CheckpointError.
     """
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder}: no such folder; expected a checkpoint folder with config.json and "
             "model.safetensors"
         )
-    return spec_of(folder, read_json(folder / "config.json"), warn)
+    spec = spec_of(folder, read_json(folder / "config.json"), warn)
+    if spec.backbone_size and not drafts:
+        raise CheckpointError(
+            f"{folder}: {spec.model_type} drafts tokens for another model; name it with "
+            "--engine.draft, and that model with --model"
+        )
+    return spec
 
 
 def spec_of(folder: Path, values: Mapping[str, Any], warn: bool = True) -> ModelSpec:

@@ -1,6 +1,7 @@
 """gemma4 and gemma4_text: Gemma 4 E2B, of which the text is served. Layers with full attention have
 wider heads than those with a window, the last layers read the keys and values of earlier ones, and
-every layer is given columns of its own of each token.
+every layer is given columns of its own of each token. gemma4_assistant drafts tokens for it: a
+small decoder all of whose layers read the keys and values of the large one.
 """
 
 import re
@@ -9,7 +10,7 @@ from dataclasses import replace
 from model.checkpoint.config import Config
 from model.checkpoint.layer_types import rotations_of, windows_of
 from model.checkpoint.names import Names, Part, llama_names, renamed
-from model.spec import CheckpointError, ModelSpec
+from model.spec import CheckpointError, ModelSpec, Rotary
 
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh"}
 _LAYER_INPUT = {
@@ -29,6 +30,11 @@ eoa_token_id eoa_token_index audio_token_id vision_soft_tokens_per_image
 num_experts top_k_experts moe_intermediate_size
 """
 """Keys of the whole model that say nothing of its text, and of experts that there are not."""
+_DRAFTER = "gemma4_assistant"
+_PROJECTIONS = {"input_projection": "pre_projection", "output_projection": "post_projection"}
+_CLUSTERS = ("use_ordered_embeddings", "num_centroids", "centroid_intermediate_top_k")
+"""Of a drafter: how it finds the likeliest tokens without all logits, of which onehead computes
+all."""
 _OTHER_PARTS = re.compile(r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\.")
 _SHARED = re.compile(
     r"model\.(?:language_model\.)?layers\.(\d{1,4})\.self_attn\.[kv]_(?:proj|norm)\.weight"
@@ -63,6 +69,18 @@ def _sources(config: Config, windows: tuple[int | None, ...]) -> tuple[int, ...]
         raise config.wrong("num_kv_shared_layers", kinds)
     own = range(num_own)
     return (*own, *(last[window] for window in windows[num_own:])) if num_own < len(windows) else ()
+
+
+def _backbone(config: Config, num_layers: int) -> int:
+    """The hidden size of the model for which a drafter drafts."""
+    size = config.integer("backbone_hidden_size", 1536)
+    config.integer("num_kv_shared_layers", num_layers, least=num_layers, most=num_layers)
+    for key in ("hidden_size_per_layer_input", "vocab_size_per_layer_input"):
+        config.integer(key, 0, most=0, least=0)
+    config.only("use_double_wide_mlp", False, why="a drafter's layers are alike")
+    for key in _CLUSTERS:
+        config.get(key)
+    return size
 
 
 def _intermediate_sizes(config: Config, sources: tuple[int, ...]) -> tuple[int, ...]:
@@ -111,22 +129,29 @@ def _wide_head_dim(config: Config, head_dim: int, windows: tuple[int | None, ...
     return found.pop() if found else head_dim
 
 
+def _rotations(config: Config, head_dims: tuple[int, int]) -> tuple[Rotary, Rotary, int]:
+    """Those of layers with full attention and with a window, and how many positions they reach."""
+    most = config.integer("max_position_embeddings", 131_072)
+    (rotation, reach), (window_rotation, window_reach) = rotations_of(
+        config, head_dims, most, Config(_FULL_ROTATION, config.path)
+    )
+    return rotation, window_rotation, min(reach, window_reach)
+
+
 def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec:
     """The spec of a config.json with model_type gemma4 or gemma4_text. Raises CheckpointError
     naming the key that does not fit.
     """
-    model_type = config.get("model_type")
-    hidden_size, num_layers = config.integer("hidden_size"), config.layers("num_hidden_layers")
+    model_type, hidden_size = config.get("model_type"), config.integer("hidden_size")
+    num_layers = config.layers("num_hidden_layers")
     _refuse_others(config)
     head_dim, windows = config.columns("head_dim", 256), windows_of(config, num_layers, 512, True)
-    most = config.integer("max_position_embeddings", 131_072)
     wide = _wide_head_dim(config, head_dim, windows)
-    (rotation, reach), (window_rotation, window_reach) = rotations_of(
-        config, (wide, head_dim), most, Config(_FULL_ROTATION, config.path)
-    )
-    sources, bias = _sources(config, windows), config.flag("attention_bias", False)
-    vocab_size = config.integer("vocab_size", 262_144)
-    input_size, input_vocab_size = _layer_inputs(config, vocab_size)
+    rotation, window_rotation, max_positions = _rotations(config, (wide, head_dim))
+    backbone = _backbone(config, num_layers) if model_type == _DRAFTER else 0
+    sources = () if backbone else _sources(config, windows)
+    vocab_size, bias = config.integer("vocab_size", 262_144), config.flag("attention_bias", False)
+    input_size, input_vocab_size = (0, 0) if backbone else _layer_inputs(config, vocab_size)
     return ModelSpec(
         model_type=model_type,
         vocab_size=vocab_size,
@@ -135,7 +160,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
         num_query_heads=config.integer("num_attention_heads"),
         head_dim=head_dim,
         intermediate_size=config.integer("intermediate_size"),
-        max_positions=min(reach, window_reach),
+        max_positions=max_positions,
         norm_epsilon=config.number("rms_norm_eps", 1e-6),
         activation=config.choice("hidden_activation", _ACTIVATIONS, "gelu_pytorch_tanh"),
         attention_scale=1.0,
@@ -160,6 +185,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
         layer_input_vocab_size=input_vocab_size,
         layer_scale=True,
         logit_cap=_cap(config),
+        backbone_size=backbone,
     )
 
 
@@ -175,6 +201,8 @@ def weight_names(spec: ModelSpec) -> Names:
                 {f"{ours}.{m}": f"{theirs}.{name}" for m, name in _LAYER_INPUT.items()}
             )
         names[f"{ours}.scale"] = (Part(f"{theirs}.layer_scalar"),)
+    if spec.model_type == _DRAFTER:
+        return names | renamed(_PROJECTIONS)
     if spec.model_type == "gemma4_text":
         return names
     return {
@@ -190,7 +218,7 @@ def is_ignored(name: str, spec: ModelSpec) -> bool:
     """Whether a tensor belongs to what is not served, images and sound, or to keys and values that
     a layer reads from another one instead.
     """
-    if _OTHER_PARTS.match(name):
+    if _OTHER_PARTS.match(name) or (spec.backbone_size and name.startswith("masked_embedding.")):
         return True
     found = _SHARED.fullmatch(name)
     return found is not None and spec.num_storing_layers <= int(found[1]) < spec.num_layers

@@ -26,10 +26,10 @@ from server.engine.drafts import (
     INITIAL_DRAFT,
     MAX_DRAFT,
     MAX_SPECULATIVE_STEP,
-    ORDERS,
-    Drafter,
+    Drafts,
     divide,
 )
+from server.engine.ngrams import ORDERS, Drafter, NGrams
 from server.engine.scheduler import Limits, Scheduler, TokenEvent
 from server.engine.sequence import Sequence
 from tests.server.engine.test_scheduler import History, run_histories
@@ -162,7 +162,7 @@ class Guessing(Immediate, History):
             )
         else:
             self.model.give = repeating
-        self.scheduler = Scheduler(self.limits, self.drafter_for)
+        self.scheduler = Scheduler(self.limits, NGrams(self.drafter_for))
         self.core = EngineCore(self.scheduler, self)  # type: ignore[arg-type]
         self.progress = 0
 
@@ -256,7 +256,7 @@ def test_wrong_guesses_preempt_nobody(pages: int) -> None:
     news, preemptions = [], []
     for drafter_for in (None, lambda sequence: Wrong(sequence.prompt)):
         layout = one_group(2)
-        scheduler = Scheduler(Limits(pages, layout, 16, 4, 16), drafter_for)
+        scheduler = Scheduler(Limits(pages, layout, 16, 4, 16), drafter_for and NGrams(drafter_for))
         core = EngineCore(scheduler, HashModel(layout))
         for id in range(6):
             scheduler.submit(id, [id + 1] * (1 + id), 8, Sampling(seed=id))
@@ -271,7 +271,8 @@ def test_wrong_guesses_preempt_nobody(pages: int) -> None:
 def test_a_stop_token_among_the_guesses_ends_the_sequence_there() -> None:
     layout = one_group(4)
     scheduler = Scheduler(
-        Limits(20, layout, 60, 1, 16), lambda sequence: Guesser(sequence.prompt, lambda tokens: 5)
+        Limits(20, layout, 60, 1, 16),
+        NGrams(lambda sequence: Guesser(sequence.prompt, lambda tokens: 5)),
     )
     scheduler.submit(0, [5, 5], 40, Sampling(), stop_token_ids=frozenset({9}))
     core = EngineCore(
@@ -315,10 +316,10 @@ def outcomes(
     runner: Runner,
     layout: object,
     requests: list[tuple[list[int], Sampling]],
-    drafter_for: DrafterFor | None,
+    drafts: Drafts | None,
 ) -> tuple[dict[int, list[TokenEvent]], Scheduler]:
     """The events of every request, and the scheduler that produced them."""
-    scheduler = Scheduler(Limits(200, layout, 400, 4, 64), drafter_for)  # type: ignore[arg-type]
+    scheduler = Scheduler(Limits(200, layout, 400, 4, 64), drafts)  # type: ignore[arg-type]
     for id, (prompt, sampling) in enumerate(requests):
         scheduler.submit(
             id,
@@ -369,10 +370,13 @@ def test_the_same_bits_as_without(
             id: [a.drawn.token for a in advances if isinstance(a.drawn, SampledToken)]
             for id, advances in without.items()
         }
-        by_ngrams, scheduler = outcomes(runner, layout, requests, ngrams)
+        by_ngrams, scheduler = outcomes(runner, layout, requests, NGrams())
         assert by_ngrams == without and scheduler.num_drafted_tokens > 0
         told, scheduler = outcomes(
-            runner, layout, requests, lambda sequence: told_by(known[sequence.id], sequence)
+            runner,
+            layout,
+            requests,
+            NGrams(lambda sequence: told_by(known[sequence.id], sequence)),
         )
         assert told == without and scheduler.num_accepted_tokens > 20
     finally:
@@ -394,7 +398,7 @@ def test_few_rows_are_wasted_on_what_repeats_nothing() -> None:
         ([rng.randrange(4096) for _ in range(rng.randint(1, 120))], Sampling(seed=number))
         for number in range(20)
     ]
-    advances, scheduler = outcomes(runner, runner.pool.layout, requests, ngrams)
+    advances, scheduler = outcomes(runner, runner.pool.layout, requests, NGrams())
     num_tokens = sum(map(len, advances.values()))
     wasted = scheduler.num_drafted_tokens - scheduler.num_accepted_tokens
     assert num_tokens > 500 and wasted <= 0.03 * num_tokens, (wasted, num_tokens)
@@ -414,7 +418,7 @@ def test_a_guess_that_is_not_a_number_harms_nobody(tmp_path: Path) -> None:
     requests = [([id + 1] * 20, Sampling(temperature=0.0, bad_words=((99,),))) for id in range(4)]
     without, _ = outcomes(runner, runner.pool.layout, requests, None)
     guessed, scheduler = outcomes(
-        runner, runner.pool.layout, requests, lambda sequence: Wrong(sequence.prompt)
+        runner, runner.pool.layout, requests, NGrams(lambda sequence: Wrong(sequence.prompt))
     )
     assert scheduler.num_drafted_tokens == 0, "a row with guesses was taken in"
     for id, advances in without.items():

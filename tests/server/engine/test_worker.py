@@ -17,6 +17,7 @@ from server import logs, protocol
 from server.engine import worker
 from server.engine.core import EngineCore
 from server.engine.masks import MaskProcesses
+from server.engine.ngrams import NGrams
 from server.engine.scheduler import Limits, Scheduler
 from server.engine.worker import Worker, _check_files, load_report
 from tests.server.test_logs import Terminal
@@ -112,7 +113,7 @@ def test_tokens_that_came_true_together_come_in_one_report() -> None:
     model = HashModel(one_group(4))
     scheduler = Scheduler(
         Limits(20, one_group(4), 80, 4, 16),
-        lambda sequence: Guesser(sequence.prompt, lambda t: next_token(t, 1, 0.0, True)),
+        NGrams(lambda sequence: Guesser(sequence.prompt, lambda t: next_token(t, 1, 0.0, True))),
     )
     for message in (submit(1, [3, 4, 5], 30), protocol.Shutdown()):
         ours.send_bytes(protocol.encode(message))
