@@ -348,7 +348,8 @@ def _check_host(value: str) -> str:
     """An empty host would listen on every interface."""
     if not value.strip():
         raise ValueError(
-            "must be an address to listen on, like 127.0.0.1, or 0.0.0.0 for every interface"
+            "must be an address to listen on, like 127.0.0.1, 0.0.0.0 for every interface, or "
+            "unix:PATH"
         )
     return value
 
@@ -360,7 +361,9 @@ class ServeSettings(EngineSettings):
 
     server: ServerSection = Field(ServerSection(), description="options of the HTTP server")
     host: Annotated[str, AfterValidator(_check_host)] = Field(
-        "127.0.0.1", description="address to listen on"
+        "127.0.0.1",
+        description="address to listen on, or unix:PATH for a Unix socket; a socket "
+        "given by systemd goes first",
     )
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
 

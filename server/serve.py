@@ -14,7 +14,6 @@ import logging
 import math
 import os
 import signal
-import socket
 import threading
 import time
 from functools import partial
@@ -25,13 +24,13 @@ import uvicorn
 
 from server import logs
 from server.config import ServeSettings
-from server.errors import ResourceError
 from server.http.keys import Keys
 from server.http.model_names import ModelNames
 from server.http.stream_buffer import Retention, StreamStore
 from server.http.stream_journal import StreamJournal
 from server.http.tls import check_certificate, reload_certificate
 from server.hub.download import model_id
+from server.listener import Listener, listen
 from server.metrics import LoadLog
 from server.protocol import Ready
 from server.service import SupervisedEngine, started_engine
@@ -48,28 +47,11 @@ async def serve(settings: ServeSettings, sink: logs.Sink) -> int:
     """Serves until a signal, or until the engine is given up. Returns the exit status. Raises
     OneheadError if it cannot serve.
     """
-    with bind(settings.host, settings.port) as listener:
+    with contextlib.closing(listen(settings.host, settings.port)) as listener:
         server = Server(settings, sink, listener)
         server.handle_signals()
         async with started_engine(settings, settings.server, server.names.shown) as engine:
             return await server.run(engine)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ResourceError if the address cannot be bound."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol: asyncio sets TCP_NODELAY only on connections of such a socket, and without
-    # it a response that is written in two parts waits 40 ms for an acknowledgement of the first.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
-        text = f"cannot listen on {host} port {port}: {error.strerror}"
-        raise ResourceError(f"{text}; choose another with --port or --host") from None
-    return listener
 
 
 class HttpServer(uvicorn.Server):
@@ -83,7 +65,7 @@ class Server:
     keys and certificates that cannot be used.
     """
 
-    def __init__(self, settings: ServeSettings, sink: logs.Sink, listener: socket.socket) -> None:
+    def __init__(self, settings: ServeSettings, sink: logs.Sink, listener: Listener) -> None:
         self._section = section = settings.server
         self._sink = sink
         self._listener = listener
@@ -125,7 +107,7 @@ class Server:
         # by about 0.1 s.
         gc.collect()
         gc.freeze()
-        serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+        serving = asyncio.create_task(self._answer(engine))
         self._is_serving = True
         try:
             await engine.check_texts()
@@ -140,6 +122,11 @@ class Server:
                 self._end(FLUSH_SECONDS)
             await serving
         return EXIT_STREAMS_CUT if self._cut else 0
+
+    async def _answer(self, engine: SupervisedEngine) -> None:
+        # Where systemd keeps connections until they are accepted, none is told that a model loads.
+        if not self._listener.is_shared or await engine.wait_for(State.READY) is State.READY:
+            await self._http.serve(sockets=[self._listener.socket])
 
     def _http_server(self, engine: SupervisedEngine) -> HttpServer:
         """Raises ResourceError if this process may have too few files open."""
@@ -164,7 +151,7 @@ class Server:
             self.names,
             version("onehead"),
             self._publisher,
-            self._listener.getsockname()[0],
+            self._listener.address,
         )
         self._door = door
         self._publisher.restore(door)
@@ -191,15 +178,14 @@ class Server:
 
     def _announce(self) -> None:
         """Logs what is served, and prints one line with the URL."""
-        host, port = self._listener.getsockname()[:2]
         shown, ready = self.names.shown, self._engine.generation.ready
         log.info("%s: %s", shown, in_words(ready))
-        address = ipaddress.ip_address(host.partition("%")[0])
-        if self._keys.terms is None and not address.is_loopback:
+        address = self._listener.address.partition("%")[0]
+        if self._keys.terms is None and address and not ipaddress.ip_address(address).is_loopback:
             text = "every host that reaches this port can use it: no key is needed (%s)"
             log.warning(text, "server.api_keys, server.api_keys_file")
         scheme = "https" if self._section.tls_key else "http"
-        line = f"onehead serves {shown} on {scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        line = f"onehead serves {shown} on {self._listener.url(scheme)}"
         # A log collector that reads both outputs must find JSON only.
         if isinstance(self._sink.formatter, logs.JsonFormatter):
             record = log.makeRecord(log.name, logging.INFO, __file__, 0, line, (), None)
@@ -242,6 +228,10 @@ class Server:
         log.info(text, timeout, client.admission.num_open)
         # The grace period is for load balancers; Ctrl-C in a terminal skips it.
         grace = 0.0 if number == signal.SIGINT else self._section.lb_grace
+        if self._listener.is_shared:  # New connections wait for the next server.
+            grace = 0.0
+            for accepting in getattr(self._http, "servers", ()):
+                accepting.close()
         self._draining = asyncio.create_task(self._drain(grace, timeout))
 
     async def _drain(self, grace: float, timeout: float) -> None:

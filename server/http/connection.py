@@ -39,6 +39,7 @@ WRITE_SECONDS = 30.0
 MAX_HEAD_BYTES = 32 * 2**10
 MAX_HEADERS = 100
 LINGER_SECONDS = 2.0
+TCP = (socket.AF_INET, socket.AF_INET6)
 PROBE_CONNECTIONS = 8
 """Connections beyond server.max_connections, for probes alone: a server whose places are all taken
 is not a dead one."""
@@ -96,7 +97,7 @@ class Connection(HttpToolsProtocol):
 
     def _limit_writing(self, sock: Any) -> None:
         """Has the kernel close the connection when sent bytes stay unacknowledged so long."""
-        if sock is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+        if getattr(sock, "family", None) in TCP and hasattr(socket, "TCP_USER_TIMEOUT"):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(WRITE_SECONDS * 1000))
 
     def connection_lost(self, exc: Exception | None) -> None:

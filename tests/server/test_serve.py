@@ -15,8 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from commands import cli
-from server.errors import ResourceError
-from server.serve import bind, in_words
+from server.serve import in_words
 from tests.support.fake_engine import READY
 from tests.support.paths import ROOT
 from tests.support.processes import DEADLINE, ServerProcess, engines, wait_until
@@ -24,20 +23,6 @@ from tests.support.wire import Wire, exchange, http_request
 from tests.trials.recorded_corpus import free_port, status_of
 
 GIB = 2**30
-
-
-def test_no_other_server_gets_an_address() -> None:
-    with bind("127.0.0.1", 0) as one, pytest.raises(ResourceError, match="in use"):
-        bind("127.0.0.1", one.getsockname()[1])
-
-
-def test_an_address_is_free_once_its_server_has_ended_though_connections_linger() -> None:
-    with bind("127.0.0.1", 0) as listener:
-        port = listener.getsockname()[1]
-        with socket.create_connection(("127.0.0.1", port)), listener.accept()[0] as connection:
-            # The server closes first, so that its side stays in TIME_WAIT.
-            connection.shutdown(socket.SHUT_RDWR)
-    bind("127.0.0.1", port).close()
 
 
 def test_the_start_up_line_names_what_computes() -> None:
