@@ -28,13 +28,13 @@ def _status(error: Exception) -> int:
     return error.exit_code if isinstance(error, OneheadError) else ConfigurationError.exit_code
 
 
-def _check(folder: Path) -> None:
-    """Raises CheckpointError for a folder that would be refused by its config.json, weights or
-    not.
+def _check(folder: Path, drafts: bool = False) -> None:
+    """Raises CheckpointError for a folder that would be refused by its config.json, weights or not.
+    `drafts`: it is to draft tokens for another model.
     """
     from model.checkpoint.families import read_spec
 
-    read_spec(folder, warn=False)  # The engine reads the same again, and warns then.
+    read_spec(folder, False, drafts)  # The engine reads the same again, and warns then.
 
 
 def _serve(argv: list[str]) -> int:

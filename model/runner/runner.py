@@ -96,14 +96,8 @@ class ModelRunner:
         """Reads the weights and allocates the pool. Raises CheckpointError, OptionError, and
         MemoryError as `over`.
         """
-        device = find_device(options.device)
-        device.use_threads(options.threads)
-        dtype = device.dtypes(options.dtype).compute
-        _check_options(spec, options, device)
-        products = device.products(
-            device.dtypes(options.dtype), options.quantization, options.deterministic
-        )
-        decoder = load_decoder(folder, spec, dtype, device.torch_device, products, report)
+        _check_options(spec, options, find_device(options.device))
+        decoder, device = load_weights(folder, spec, options, report)
         report("measuring memory", 0, 0)
         runner = cls.over(decoder, device, options)
         if device.warms_up:
@@ -403,6 +397,19 @@ class ModelRunner:
             )
             logits_SV = self.decoder.logits(x_TD[self.device.upload(states)])
             pending.scores.append((rows, Scores(self.device, logits_SV, targets, num_tops)))
+
+
+def load_weights(
+    folder: Path, spec: ModelSpec, options: EngineOptions, report: Report
+) -> tuple[Decoder, Device]:
+    """The decoder of a checkpoint on the device that the options name. Raises CheckpointError and
+    OptionError.
+    """
+    device = find_device(options.device)
+    device.use_threads(options.threads)
+    dtypes, place = device.dtypes(options.dtype), device.torch_device
+    products = device.products(dtypes, options.quantization, options.deterministic)
+    return load_decoder(folder, spec, dtypes.compute, place, products, report), device
 
 
 def _pool(

@@ -6,6 +6,7 @@ place (model.sampling), so that both draw the same token wherever they agree, at
 Whether this pays depends on hardware, models and texts, and so is measured as it runs.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
@@ -16,6 +17,8 @@ from cache.table import PageTable
 from model.step import Row, Sample, SampledToken, SampleError, StepPlan, StepResult
 from server.engine.drafts import DraftLength, divide
 from server.engine.sequence import Sequence
+
+log = logging.getLogger("onehead.engine")
 
 TRIAL_STEPS = 16
 """Steps by which the way of computing that is not in use is measured."""
@@ -29,8 +32,8 @@ FEW_TOKENS = 32
 """A sequence that lacks more than so many is caught up with, and not merely gone on with."""
 MOST_LACKING = 8
 """Tokens to catch up with for each one that may still be drawn; more would never pay."""
-USUAL_OUTPUT = 128
-"""Tokens of an output, until some have ended."""
+MOST_COUNTED = 2**16
+"""Tokens in a mean, which follows what changes."""
 
 
 class Runner(Protocol):
@@ -60,25 +63,38 @@ class Pace:
         lacked of sequences; it gave so many tokens. `extra`: seconds that the latter take for each
         token of an output, on average.
         """
-        if self._left == TRIAL_STEPS:  # Only the steps next to a trial are compared with it.
-            self._seconds = self._catching_up = 0.0
-            self._num_tokens = 0
+        is_trial = self.drafting is not self._used
+        if is_trial and catching_up:  # It had no drafts for some sequence, or few.
+            self._catching_up += catching_up
+            return
+        if not is_trial and self._left == TRIAL_STEPS:
+            self._restart()  # Only the steps next to a trial are compared with it.
         self._seconds += seconds
-        self._catching_up += catching_up
         self._num_tokens += num_tokens
         self._left -= 1
         if self._left > 0:
             return
         found = self._seconds_per_token
         found[self.drafting] = self._seconds / max(1, self._num_tokens)
-        if self.drafting is self._used:
+        if is_trial:
+            self._decide(found[True], found[False], extra)
+        else:
             self._step_seconds = self._seconds / TRIAL_STEPS
             self.drafting, self._left = not self._used, TRIAL_STEPS
-            return
-        self._used = (found[True] + extra) * LEAST_GAIN < found[False]
-        lost = self._seconds + self._catching_up - self._num_tokens * found[self._used]
+        self._restart()
+
+    def _decide(self, with_drafts: float, without: float, extra: float) -> None:
+        """After a trial, by the seconds that a token takes."""
+        self._used = (with_drafts + extra) * LEAST_GAIN < without
+        lost = self._seconds - self._num_tokens * (with_drafts if self._used else without)
+        if not self._used:
+            lost += self._catching_up
         self.drafting = self._used
         self._left = max(LEAST_STEPS, int(lost / (MOST_LOSS * max(1e-9, self._step_seconds))))
+
+    def _restart(self) -> None:
+        self._seconds = self._catching_up = 0.0
+        self._num_tokens = 0
 
 
 class Text(DraftLength):
@@ -121,9 +137,10 @@ class DraftModel:
         """Of the last step: the ids of its sequences, all their tokens, and when it began."""
         self._catching_up = 0.0
         """Seconds of the last step."""
-        self._caught_up = self._ended = (0.0, 0)
-        """Seconds that catching up took, and with how many sequences; tokens of outputs, and how
-        many have ended."""
+        self._caught_up = 0.0, 1.0
+        """Seconds that catching up took, and with how many tokens."""
+        self._ended = 0.0, 0.0
+        """Tokens of the prompts and of the outputs of sequences that have ended."""
         self._clear: list[int] = []
         """Pages that the next step clears."""
 
@@ -133,8 +150,7 @@ class DraftModel:
 
     def end(self, sequence: Sequence) -> None:
         """As in server.engine.drafts.Drafts."""
-        tokens, number = self._ended
-        self._ended = _halved(tokens + len(sequence.output), number + 1)
+        self._ended = _added(self._ended, len(sequence.prompt), len(sequence.output))
 
     def draft(self, wanted: Mapping[Sequence, int], budget: int) -> dict[int, list[int]]:
         """As in server.engine.drafts.Drafts; none while that does not pay, and for sequences for
@@ -148,11 +164,7 @@ class DraftModel:
         shares = divide(budget, self._lengths(wanted))
         lengths = {id: length for id, length in shares.items() if length}
         chosen = [sequence for sequence in wanted if sequence.id in lengths]
-        drafts = self._run(self._first_rows(chosen, lengths), lengths)
-        for sequence in chosen:
-            if sequence.id in drafts:
-                self._on_drafted(sequence, drafts[sequence.id])
-        return drafts
+        return self._run(self._first_rows(chosen, lengths), lengths)
 
     def _lengths(self, wanted: Mapping[Sequence, int]) -> dict[int, int]:
         """How many tokens are to be drafted for each sequence, where any are."""
@@ -174,15 +186,12 @@ class DraftModel:
         """Computes the last of these draft tokens, and draws one more."""
         raise NotImplementedError
 
-    def _on_drafted(self, sequence: Sequence, draft: list[int]) -> None:
-        """Keeps what is known of a draft."""
-
     def _run(
         self, rows: list[tuple[Sequence, Row]], lengths: dict[int, int]
     ) -> dict[int, list[int]]:
         """Draws tokens after these rows until each draft has its length, or ends its sequence."""
         drafts: dict[int, list[int]] = {}
-        num_behind = sum(len(row.tokens) > FEW_TOKENS for _, row in rows)
+        num_behind = sum(len(row.tokens) for _, row in rows if len(row.tokens) > FEW_TOKENS)
         began = self._clock()
         while rows:
             following = []
@@ -201,8 +210,7 @@ class DraftModel:
             rows = following
             if num_behind:
                 self._catching_up = self._clock() - began
-                seconds, number = self._caught_up
-                self._caught_up = _halved(seconds + self._catching_up, number + num_behind)
+                self._caught_up = _added(self._caught_up, self._catching_up, num_behind)
                 num_behind = 0
         return drafts
 
@@ -219,6 +227,7 @@ class DraftModel:
 
     def _give_up(self, sequence: Sequence) -> None:
         """Drafts no more for this sequence."""
+        log.warning("no more tokens are drafted for sequence %d", sequence.id)
         self.end(sequence)
         sequence.drafter = None
 
@@ -229,17 +238,21 @@ class DraftModel:
         num_tokens, now = sum(sequence.num_tokens for sequence in wanted), self._clock()
         ids_before, tokens_before, began = self._before
         if ids == ids_before:
-            extra = self._caught_up[0] / max(1, self._caught_up[1])
-            extra /= self._ended[0] / self._ended[1] if self._ended[1] else USUAL_OUTPUT
+            prompts, outputs = self._ended
+            if not outputs:  # As many as are allowed.
+                prompts = sum(len(sequence.prompt) for sequence in wanted)
+                outputs = sum(sequence.most_tokens for sequence in wanted) - prompts
+            extra = self._caught_up[0] / self._caught_up[1] * prompts / outputs
             seconds = now - began - self._catching_up
             pace.record(seconds, self._catching_up, num_tokens - tokens_before, extra)
         self._before, self._catching_up = (ids, num_tokens, now), 0.0
         return pace.drafting
 
 
-def _halved(total: float, number: int) -> tuple[float, int]:
-    """Of a mean: halved where there are many, so that it follows what changes."""
-    return (total / 2, number // 2) if number > 64 else (total, number)
+def _added(mean: tuple[float, float], total: float, number: int) -> tuple[float, float]:
+    """Another total, and the number of what it is a total of."""
+    share = 0.5 if mean[1] > MOST_COUNTED else 1.0
+    return share * mean[0] + total, share * mean[1] + number
 
 
 class SeparateModel(DraftModel):
@@ -312,10 +325,8 @@ class SeparateModel(DraftModel):
 
     def _next_row(self, sequence: Sequence, row: Row, draft: list[int]) -> Row:
         start = row.start + len(row.tokens)
+        cast(Text, sequence.drafter).drafted.append(draft[-1])
         return Row(sequence.id, draft[-1:], start, row.pages, _sample_after(sequence, draft))
-
-    def _on_drafted(self, sequence: Sequence, draft: list[int]) -> None:
-        cast(Text, sequence.drafter).drafted = draft[:-1]
 
 
 class AssistantModel(DraftModel):

@@ -49,17 +49,13 @@ def load_drafts(
 
 
 def _load(spec: ModelSpec, options: EngineOptions, report: "Report") -> "tuple[Decoder, Device]":
-    from model.checkpoint.weights import load_decoder
     from model.devices import find_device
+    from model.runner.runner import load_weights
 
-    device = find_device(options.device)
-    if device.warms_up:
+    if find_device(options.device).warms_up:
         raise OptionError("engine.speculation draft needs a CPU; on a GPU there is ngram")
-    device.use_threads(options.threads)
-    dtypes, folder = device.dtypes(options.dtype), Path(options.draft)
-    products = device.products(dtypes, options.quantization, options.deterministic)
-    place = device.torch_device
-    decoder = load_decoder(folder, spec, dtypes.compute, place, products, report)
+    folder = Path(options.draft)
+    decoder, device = load_weights(folder, spec, options, report)
     log.info("%s drafts tokens, %d parameters", folder.name, decoder.num_parameters)
     return decoder, device
 
@@ -90,8 +86,7 @@ def _separate(
     limits = replace(
         options,
         pages=None,
-        # Where it is a share, it is one of what the model leaves.
-        memory=own / (1 - memory + own) if memory <= 1 else own,
+        memory=own,
         max_context=longest,
         max_running=min(options.max_running, MAX_SPECULATIVE_STEP),
     )

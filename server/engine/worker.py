@@ -451,13 +451,13 @@ def _refusal(error: Exception, start: protocol.Start) -> protocol.Refused:
     # Clients are told why there is no engine any more: with the names of files, without their
     # paths.
     if start.digest:
+        if start.options.draft:
+            reason = reason.replace(start.options.draft, "the draft model's folder")
         reason = (
             reason.replace(start.tokenizer, "tokenizer.json")
             .replace(f"{start.model}/", "")
             .replace(start.model, "the model's folder")
         )
-        if start.options.draft:
-            reason = reason.replace(start.options.draft, "the draft model's folder")
     if isinstance(error, CheckpointError | OptionError):
         return protocol.Refused(reason)
     if not isinstance(error, MemoryError):

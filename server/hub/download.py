@@ -42,7 +42,8 @@ PICKLES = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
 IGNORED = ["*/*", "consolidated*"]
 TIMEOUT_SECONDS = 5.0
 Settings = TypeVar("Settings", bound=EngineSettings)
-Check = Callable[[Path], object]
+Check = Callable[..., object]
+"""(folder), and for a model that drafts tokens drafts=True"""
 log = logging.getLogger("onehead")
 
 
@@ -62,9 +63,8 @@ def resolved(settings: Settings, check: Check) -> Settings:
     check_all(folder)
     # An engine that is started later, after a crash, must find the same folder: whatever the
     # working directory, and a link, is by then.
-    # What drafts is checked by the engine.
     named = settings.engine.draft if settings.engine.speculation == "draft" else None
-    draft = named and resolve(named).resolve()
+    draft = named and resolve(named, check=partial(check, drafts=True)).resolve()
     return settings.found_in(folder.resolve(), draft)
 
 

@@ -206,9 +206,9 @@ def test_the_published_configuration() -> None:
         "vocab_size": 262_144,
     }
     clusters = {"use_ordered_embeddings": True, "num_centroids": 2048}
-    whole = {"model_type": "gemma4_assistant", "text_config": text, "backbone_hidden_size": 1536}
+    whole = {"model_type": "gemma4_assistant", "text_config": text, "backbone_hidden_size": 2048}
     spec = spec_of(Path("m"), whole | clusters)
-    assert (spec.num_storing_layers, spec.backbone_size, spec.logit_cap) == (0, 1536, None)
+    assert (spec.num_storing_layers, spec.backbone_size, spec.logit_cap) == (0, 2048, None)
     for changes in (
         {"num_kv_shared_layers": 2},
         {"hidden_size_per_layer_input": 256},

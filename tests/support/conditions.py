@@ -158,8 +158,8 @@ class Engine:
 
 
 def can_speculate() -> bool:
-    """Whether this checkout has speculative decoding: the trial is also run on commits from before
-    it.
+    """Whether this checkout has n-grams as a module: the trial is also run on commits from before
+    that.
     """
     return find_spec("server.engine.ngrams") is not None
 

@@ -12,7 +12,10 @@ from typing import TypeVar
 import pytest
 from msgspec import structs
 
+from model.checkpoint.families import read_spec
+from model.options import EngineOptions
 from model.runner.runner import ModelRunner
+from model.spec import OptionError
 from model.step import SampledToken, SampleError, Sampling, StepPlan, StepResult
 from server.config import EMBEDDED_MODEL, ServeSettings, load
 from server.engine.core import EngineCore
@@ -24,12 +27,15 @@ from server.engine.draft_model import (
     SeparateModel,
 )
 from server.engine.scheduler import Limits, Scheduler, TokenEvent
+from server.engine.speculation import load_drafts
 from server.errors import ConfigurationError
 from tests.server.engine.test_drafts import SAMPLINGS, finish, make_runner, outcomes
 from tests.support.checkpoints import SHAPES, make_checkpoint
 from tests.support.families import make_family_checkpoint
 from tests.support.hash_model import HashModel, one_group
 from tests.support.processes import ServerProcess
+
+OPTIONS = EngineOptions("cpu", "float32", 1, 16, None, None, 400, 8, 64)
 
 
 class Always(Pace):
@@ -224,6 +230,9 @@ def test_a_change_is_noticed() -> None:
         (0.8, 1000, 10, 0.98, 1.02),
         (0.0, 20, 200, 0.98, 1.02),
         (0.0, 900, 200, 0.98, 1.02),
+        (0.8, 1800, 400, 1.05, 2.0),
+        # About as fast either way: what trials of 16 steps say is chance.
+        (0.5, 1200, 200, 0.94, 1.1),
     ],
 )
 def test_what_it_costs_and_gains(
@@ -255,10 +264,10 @@ def test_what_it_costs_and_gains(
     for speculates in (False, True):
         now[0] = 0.0
         smaller = Timed(0.07, 0.03, 1 - agreement)
-        drafts = SeparateModel(smaller, layout, 400, 512, 4000, lambda: now[0])
+        drafts = SeparateModel(smaller, layout, 400, 100, 4000, lambda: now[0])
         scheduler = Scheduler(Limits(400, layout, 4000, 4, 512), drafts if speculates else None)
         core = EngineCore(scheduler, Timed(0.95, 0.05, 0.0))
-        for id in range(30):
+        for id in range(30 if prompt < 100 else 12):
             words = [random_.randrange(64) for _ in range(prompt)]
             scheduler.submit(id, words, output, Sampling(seed=id))
             list(finish(core))
@@ -299,8 +308,34 @@ def test_options() -> None:
 
 def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
     other = make_checkpoint(replace(SHAPES[0], vocab_size=300), tmp_path).folder
-    options = ("--engine.speculation", "draft", "--engine.draft", str(other))
-    server = ServerProcess(EMBEDDED_MODEL, *options, wait=False)
-    _, log = server.process.communicate(timeout=60)
-    assert server.process.returncode == 78
-    assert "a vocabulary of 300 tokens, the model one of 4096" in log
+    options = replace(OPTIONS, speculation="draft", draft=str(other))
+    with pytest.raises(OptionError, match="of 300 tokens, the model one of 4096"):
+        load_drafts(options, read_spec(EMBEDDED_MODEL), lambda *_: None)
+
+
+@pytest.mark.parametrize(("memory", "pages"), [(2.0**23, None), (2.0**23, 40)])
+def test_both_caches_take_what_the_options_allow(memory: float, pages: int | None) -> None:
+    """A restarted engine is told how many pages the model's cache has; the other's are fewer."""
+    options = replace(
+        OPTIONS, speculation="draft", draft=str(EMBEDDED_MODEL), memory=memory, pages=pages
+    )
+    spec = read_spec(EMBEDDED_MODEL)
+    make, options = load_drafts(options, spec, lambda *_: None)
+    runner = ModelRunner.load(EMBEDDED_MODEL, spec, options)
+    drafts = make(runner)
+    assert isinstance(drafts, SeparateModel)
+    page_bytes = runner.pool.num_bytes // runner.pool.num_pages
+    assert drafts._allocator.num_pages == memory / 8 // page_bytes
+    assert runner.pool.num_pages == (pages or memory * 7 / 8 // page_bytes)
+
+
+def test_sequences_that_end_before_their_first_token(folders: list[Path]) -> None:
+    runner, twin = (make_runner(folders[0], "none") for _ in range(2))
+    drafts = SeparateModel(twin, twin.pool.layout, 200, 64, 400)
+    scheduler = Scheduler(Limits(200, runner.pool.layout, 400, 4, 64), drafts)
+    core = EngineCore(scheduler, runner)
+    scheduler.submit(0, [1] * 100, 40, Sampling())
+    core.step()
+    scheduler.cancel(0)
+    scheduler.submit(1, [2] * 3, 40, Sampling())
+    assert sum(len(step) for step in finish(core)) == 40
