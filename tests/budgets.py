@@ -54,6 +54,7 @@ FORBIDDEN_CALLS = {
 WEIGHTS_READER, WEIGHTS_ONLY = "commands.convert.convert", "weights_only=True"
 ENVIRONMENT_READERS = {
     "server.config",
+    "server.listener",  # systemd says there which sockets it gives.
     "server.supervision.processors",
     "commands.bench.offline",
     "model.devices.gpu.card",
