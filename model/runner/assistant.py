@@ -10,7 +10,6 @@ Shape letters: T rows, one token each, D the model's hidden size, d the drafter'
 """
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from torch import Tensor
 from model.batch import build_batch
 from model.decoder import Decoder
 from model.devices.device import lack_of_memory
-from model.layers import Rotation
 from model.runner.runner import ModelRunner
 from model.sampling import begin_draw
 from model.spec import ModelSpec, OptionError
@@ -65,11 +63,17 @@ class Assistant:
         state_TD = torch.stack([self.states[row.sequence] for row in rows])
         embedding_TD = model.embed(batch.token_ids_T, positions_T)
         x_Td = decoder.input_projection(torch.cat([embedding_TD, state_TD], dim=-1))
+        backend = self._runner.backend
+        attended = backend.plan(batch)
+
+        def attend(layer: int, *rest: Any) -> Tensor:
+            return backend.run(attended, self._sources[layer], *rest)
+
         _, normed_Td = decoder.run_blocks(
             x_Td,
             decoder.norm_before(0)(x_Td),
             decoder.rotations(positions_T, x_Td.dtype),
-            partial(self._attend, self._runner.backend.plan(batch)),
+            attend,
             {},
             range(decoder.spec.num_layers),
         )
@@ -78,17 +82,6 @@ class Assistant:
         for row, state_D in zip(rows, decoder.output_projection(normed_Td), strict=True):
             self.states[row.sequence] = state_D
         return StepResult(tuple(draws.read()))
-
-    def _attend(
-        self,
-        plan: Any,
-        layer: int,
-        q_THd: Tensor,
-        k_Td: Tensor | None,
-        v_Td: Tensor | None,
-        rotation: Rotation | None,
-    ) -> Tensor:
-        return self._runner.backend.run(plan, self._sources[layer], q_THd, k_Td, v_Td, rotation)
 
 
 def check(drafter: ModelSpec, model: ModelSpec) -> list[int]:

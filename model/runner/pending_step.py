@@ -102,7 +102,11 @@ class PendingStep:
             if not places:
                 drawn.append(None)
                 continue
-            come_true, last = row.settle([next(draws) for _ in places])
+            come_true: list[SampledToken] = []
+            if len(places) == 1:
+                last = next(draws)
+            else:
+                come_true, last = row.settle([next(draws) for _ in places])
             if come_true:
                 accepted[len(drawn)] = come_true
             drawn.append(last)

@@ -33,7 +33,7 @@ FEW_TOKENS = 32
 MOST_LACKING = 8
 """Tokens to catch up with for each one that may still be drawn; more would never pay."""
 MOST_COUNTED = 2**16
-"""Tokens in a mean, which follows what changes."""
+"""Tokens in a running mean; beyond them what it holds is halved, so that it follows changes."""
 
 
 class Runner(Protocol):
@@ -44,24 +44,24 @@ class Runner(Protocol):
 
 
 class Pace:
-    """Whether drafting pays, for one number of sequences: steps with drafts and without are
-    measured in turns.
+    """Decides whether steps of one batch size have drafts, by the time that a token takes with
+    drafts and without. After every so many steps some are computed the other way, a trial.
     """
 
     def __init__(self) -> None:
         self.drafting = False
-        """Whether the next step is to have drafts."""
+        """Whether the next step has drafts."""
         self._used = False
-        """What steps have but for trials."""
+        """Whether steps outside of trials have drafts."""
         self._left = TRIAL_STEPS
         self._seconds = self._catching_up = self._step_seconds = 0.0
         self._num_tokens = 0
         self._seconds_per_token: dict[bool, float] = {}
 
     def record(self, seconds: float, catching_up: float, num_tokens: int, extra: float) -> None:
-        """A step took so long, and besides `catching_up` seconds to compute what the draft model
-        lacked of sequences; it gave so many tokens. `extra`: seconds that the latter take for each
-        token of an output, on average.
+        """Records a step of `num_tokens` new tokens: its seconds, without the `catching_up` seconds
+        in which the draft model computed tokens of prompts and outputs that it had not seen.
+        `extra`: the average of the latter for each token of an output.
         """
         is_trial = self.drafting is not self._used
         if is_trial and catching_up:  # It had no drafts for some sequence, or few.
@@ -250,7 +250,7 @@ class DraftModel:
 
 
 def _added(mean: tuple[float, float], total: float, number: int) -> tuple[float, float]:
-    """Another total, and the number of what it is a total of."""
+    """Adds to a running mean, kept as total and count; what is older fades."""
     share = 0.5 if mean[1] > MOST_COUNTED else 1.0
     return share * mean[0] + total, share * mean[1] + number
 
@@ -367,5 +367,5 @@ class AssistantModel(DraftModel):
 
 def _sample_after(sequence: Sequence, draft: list[int]) -> Sample:
     """How the sequence draws its next token if these are its last ones."""
-    output = [*sequence.output, *draft] if draft else sequence.output
+    output = [*sequence.output, *draft]
     return Sample(sequence.sampling, sequence.prompt, output)

@@ -34,8 +34,10 @@ def load_drafts(
     it for the model's runner and raises MemoryError, and the options for the model. Raises
     CheckpointError, OptionError or MemoryError.
     """
-    if options.speculation != "draft":
-        return lambda _: NGrams() if options.speculation == "ngram" else None, options
+    if options.speculation == "none":
+        return lambda _: None, options
+    if options.speculation == "ngram":
+        return lambda _: NGrams(), options
     drafter = read_spec(Path(options.draft), drafts=True)
     if drafter.vocab_size != spec.vocab_size:
         raise OptionError(

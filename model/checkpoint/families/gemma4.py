@@ -33,8 +33,7 @@ num_experts top_k_experts moe_intermediate_size
 _DRAFTER = "gemma4_assistant"
 _PROJECTIONS = {"input_projection": "pre_projection", "output_projection": "post_projection"}
 _CLUSTERS = ("use_ordered_embeddings", "num_centroids", "centroid_intermediate_top_k")
-"""Of a drafter: how it finds the likeliest tokens without all logits, of which onehead computes
-all."""
+"""Keys of a clustered output layer, which computes some logits only; onehead computes all."""
 _OTHER_PARTS = re.compile(r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\.")
 _SHARED = re.compile(
     r"model\.(?:language_model\.)?layers\.(\d{1,4})\.self_attn\.[kv]_(?:proj|norm)\.weight"
@@ -130,7 +129,7 @@ def _wide_head_dim(config: Config, head_dim: int, windows: tuple[int | None, ...
 
 
 def _rotations(config: Config, head_dims: tuple[int, int]) -> tuple[Rotary, Rotary, int]:
-    """Those of layers with full attention and with a window, and how many positions they reach."""
+    """The rotary embeddings of full and of windowed layers, and the positions they support."""
     most = config.integer("max_position_embeddings", 131_072)
     (rotation, reach), (window_rotation, window_reach) = rotations_of(
         config, head_dims, most, Config(_FULL_ROTATION, config.path)
