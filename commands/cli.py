@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable
 from difflib import get_close_matches
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -28,13 +29,13 @@ def _status(error: Exception) -> int:
     return error.exit_code if isinstance(error, OneheadError) else ConfigurationError.exit_code
 
 
-def _check(folder: Path, drafts: bool = False) -> None:
+def _check(folder: Path, drafts: bool = False, pools: bool = False) -> None:
     """Raises CheckpointError for a folder that would be refused by its config.json, weights or not.
-    `drafts`: it is to draft tokens for another model.
+    `drafts`: it is to draft tokens for another model; `pools`: it may make vectors of texts.
     """
     from model.checkpoint.families import read_spec
 
-    read_spec(folder, False, drafts)  # The engine reads the same again, and warns then.
+    read_spec(folder, False, drafts, pools)  # The engine reads the same again, and warns then.
 
 
 def _serve(argv: list[str]) -> int:
@@ -49,7 +50,7 @@ def _serve(argv: list[str]) -> int:
     from server.hub.download import resolved
 
     try:
-        found = resolved(settings, _check)
+        found = resolved(settings, partial(_check, pools=True))
         from server.serve import serve
 
         return asyncio.run(serve(found, sink))

@@ -37,6 +37,8 @@ class Batch:
     """Index on T of each row's first token."""
     tail: "BatchTail | None" = None
     """The tokens that pass the layers after those that store keys and values, if not all do."""
+    bidirectional: bool = False
+    """A token attends to those after it too: rows are whole texts."""
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -53,10 +55,14 @@ class BatchTail(NamedTuple):
 
 
 def build_batch(
-    plan: StepPlan, layout: CacheLayout, upload: Upload, has_tail: bool = False
+    plan: StepPlan,
+    layout: CacheLayout,
+    upload: Upload,
+    has_tail: bool = False,
+    bidirectional: bool = False,
 ) -> Batch:
     """The tensors of `plan`, on the device to which `upload` copies. `has_tail`: whether the model
-    has layers that only tokens pass whose logits are wanted.
+    has layers that only tokens pass whose logits are wanted; `bidirectional`: as in Batch.
     """
     ids, positions, sampled, firsts = list[Any](), list[Any](), list[int](), [0]
     if plan.decode is not None:
@@ -78,7 +84,8 @@ def build_batch(
     )
     tail = _tail(plan, layout, upload, ids_T, positions_T) if has_tail else None
     sampled_S = upload(sampled, torch.long)
-    return Batch(plan, layout, ids_T, positions_T, sampled_S, tuple(firsts[:-1]), tail)
+    places = tuple(firsts[:-1])
+    return Batch(plan, layout, ids_T, positions_T, sampled_S, places, tail, bidirectional)
 
 
 def _tail(

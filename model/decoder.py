@@ -29,6 +29,7 @@ from model.layers import (
     add_norm,
     norm,
 )
+from model.pooling import Pooler
 from model.spec import ModelSpec
 
 
@@ -126,6 +127,7 @@ class Decoder(nn.Module):
         self.head = (
             None if spec.tied_embeddings else Linear(spec.hidden_size, spec.vocab_size, bias=False)
         )
+        self.pooler = None if spec.pooling is None else Pooler(spec.pooling)
         # Of a model that drafts tokens for another: from that one's width to its own, and back.
         self.input_projection = self.output_projection = None
         if spec.backbone_size:

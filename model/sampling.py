@@ -60,6 +60,21 @@ class Draws(Protocol):
         """One outcome for each row. The device must have computed them."""
 
 
+class Vectors:
+    """What a model makes of texts in place of tokens: vectors_SE."""
+
+    def __init__(self, device: Device, vectors_SE: Tensor) -> None:
+        self._vectors_SE = device.download(vectors_SE.float())
+
+    def read(self) -> list[SampledToken | SampleError]:
+        return [
+            SampledToken(0, 0.0, vector=vector_E.numpy().tobytes())
+            if vector_E.isfinite().all()
+            else NOT_FINITE_STATES
+            for vector_E in self._vectors_SE
+        ]
+
+
 class Captured(NamedTuple):
     """The draws that kernels have made already for all rows of a step, by these settings."""
 

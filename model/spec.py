@@ -72,6 +72,36 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class PooledLayer:
+    """A linear layer that a text's pooled state passes; `name` is the checkpoint's module."""
+
+    name: str
+    inputs: int
+    outputs: int
+    bias: bool = False
+    activation: str = "none"
+    """none or tanh."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """What a model makes of a text in place of a next token: one vector."""
+
+    over: str
+    """The state that passes the layers: the mean of all tokens' (`mean`) or the last token's
+    (`last`)."""
+    layers: tuple[PooledLayer, ...] = ()
+    labels: tuple[str, ...] = ()
+    """What the vector's numbers are logits of; empty where the vector is an embedding."""
+    scores: str = ""
+    """What makes probabilities of these logits: softmax, sigmoid or none."""
+
+    def size(self, hidden_size: int) -> int:
+        """Numbers of the vector."""
+        return self.layers[-1].outputs if self.layers else hidden_size
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Dimensions and switches of one decoder. Sizes are counts of elements. The defaults are
     GPT-2's block.
@@ -142,9 +172,17 @@ class ModelSpec:
     embeddings and states, and all its layers read that model's keys and values."""
     latent: Latent | None = None
     experts: Experts | None = None
+    pooling: Pooling | None = None
+    bidirectional: bool = False
+    """A token attends to those after it as to those before it; a window counts both ways."""
     num_unread_layers: int = 0
     """Layers after the last that a checkpoint may hold and that are not read: they predict further
     tokens."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all tokens of a text have to be computed in one step."""
+        return self.bidirectional or (self.pooling is not None and self.pooling.over == "mean")
 
     def window(self, layer: int) -> int | None:
         """The number of keys a token attends to in this layer, its own included; None is no

@@ -223,6 +223,8 @@ class SampledToken(Struct, frozen=True, gc=False):
     requested."""
     rank: int = 0
     """For a scored token: how many tokens are at least as likely, itself included."""
+    vector: bytes = b""
+    """In place of a token: what a model that draws none makes of the text, as float32."""
 
 
 class SampleError(Struct, frozen=True, gc=False):

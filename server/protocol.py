@@ -13,7 +13,7 @@ from model.options import EngineOptions as EngineOptions
 from model.step import Sampling as Sampling
 from model.step import bitmap as bitmap
 
-VERSION = 19
+VERSION = 20
 MAX_FRAME_BYTES = 64 * 2**20
 FOLLOW = b"follow"
 """What the engine sends with its request for a process that follows constraints, whose pipe the
@@ -189,6 +189,12 @@ class Ready(Message, frozen=True):
     """Where weights are as in the file: matrices by the format of their blocks."""
     num_graphs: int = 0
     """CUDA graphs of captured steps."""
+    vector_size: int = 0
+    """Numbers of the vector that is made of a prompt; 0 where tokens are drawn."""
+    labels: tuple[str, ...] = ()
+    """What these numbers are logits of; empty where the vector is an embedding."""
+    scores: str = ""
+    """What makes probabilities of these logits: softmax, sigmoid or none."""
     pid: int = 0
     """The process id of the engine."""
 
@@ -214,6 +220,8 @@ class Token(Part, frozen=True):
     sequence continues."""
     top: tuple[tuple[int, float], ...] = ()
     """The most likely tokens and their log-probabilities."""
+    vector: bytes = b""
+    """What a model that draws no tokens makes of the prompt, as native float32."""
 
 
 class PromptScore(Part, frozen=True):

@@ -96,13 +96,14 @@ def read_texts(folder: Path, section: ServerSection) -> Texts:
     # allocate later would else lie between them, and copy the pages that they share.
     with ThreadPoolExecutor(1) as pool:
         codec = pool.submit(TextCodec, folder, section.chat_template).result()
-    spec = read_spec(folder, warn=False)  # The engine reads the spec too, and warns.
-    if codec.largest_id >= spec.vocab_size:
+    spec = read_spec(folder, warn=False, pools=True)  # The engine reads the spec too, and warns.
+    # EmbeddingGemma's tokenizer has a token for images, and a text that holds it is refused.
+    if codec.largest_id >= spec.vocab_size and spec.pooling is None:
         raise CheckpointError(
             f"{codec.path}: has ids up to {codec.largest_id}, expected all below vocab_size "
             f"{spec.vocab_size} of config.json"
         )
-    if not spec.end_token_ids and not codec.end_token_ids:
+    if not (spec.end_token_ids or codec.end_token_ids or spec.pooling):
         raise CheckpointError(
             f"{folder}: no end-of-sequence token; expected eos_token_id in generation_config.json "
             "or config.json, or eos_token in tokenizer_config.json"

@@ -157,7 +157,48 @@ def quantize(path: str, output: str, type: str, threads: int) -> dict[str, Any]:
     return {"output": output}
 
 
-WORK: dict[str, Any] = {"perplexity": perplexity, "speed": speed, "quantize": quantize}
+def embed(path: str, texts: list[list[int]], threads: int) -> dict[str, Any]:
+    """Vectors of texts, as many in a batch as have 2,048 tokens, and texts a second."""
+    model, options = _model(path), llama.llama_context_default_params()
+    options.n_ctx = options.n_batch = options.n_ubatch = most = 2048
+    options.n_seq_max, options.kv_unified, options.embeddings = 64, True, True
+    options.n_threads = options.n_threads_batch = threads
+    context = llama.llama_init_from_model(model, options)
+    batch, size = llama.llama_batch_init(most, 0, 1), llama.llama_model_n_embd_out(model)
+    vectors, waiting = list[list[float]](), [*texts]
+
+    def compute(group: list[list[int]]) -> None:
+        count = 0
+        for place, ids in enumerate(group):
+            for position, id in enumerate(ids):
+                batch.token[count], batch.pos[count] = id, position
+                batch.n_seq_id[count], batch.seq_id[count][0] = 1, place
+                batch.logits[count] = True
+                count += 1
+        batch.n_tokens = count
+        if llama.llama_encode(context, batch):
+            raise RuntimeError("llama_encode failed")
+        for place in range(len(group)):
+            found = llama.llama_get_embeddings_seq(context, place)
+            vectors.append([found[i] for i in range(size)])
+
+    compute(texts[:1])
+    vectors.clear()
+    began = time.perf_counter()
+    while waiting:
+        group = [waiting.pop(0)]
+        while waiting and len(group) < 64 and sum(map(len, [*group, waiting[0]])) <= most:
+            group.append(waiting.pop(0))
+        compute(group)
+    return {"speed": len(texts) / (time.perf_counter() - began), "vectors": vectors}
+
+
+WORK: dict[str, Any] = {
+    "perplexity": perplexity,
+    "speed": speed,
+    "quantize": quantize,
+    "embed": embed,
+}
 
 
 def main() -> None:

@@ -73,7 +73,10 @@ def read_file(path: Path, most: int) -> bytes | None:
 
 def _check_place(path: Path) -> None:
     found, folder = (Path(os.path.realpath(each)) for each in (path, path.parent))
-    in_blobs = folder.parent.name == "snapshots" and found.parent == folder.parent.parent / "blobs"
+    # The files of modules lie in folders within a snapshot.
+    snapshot = folder if folder.parent.name == "snapshots" else folder.parent
+    in_hub = snapshot.parent.name == "snapshots"
+    in_blobs = in_hub and found.parent == snapshot.parent.parent / "blobs"
     if not found.is_relative_to(folder) and not in_blobs:
         raise CheckpointError(
             f"{path}: is a link to {found}, outside of its folder, and clients may be shown what "

@@ -15,6 +15,7 @@ from pathlib import Path
 from model.checkpoint.config import read_json
 from model.checkpoint.files import MOST_LIST_BYTES
 from model.checkpoint.gguf.split import gguf_in, part_paths
+from model.checkpoint.pooling import pooled_files
 from model.spec import CheckpointError, ModelSpec
 
 INDEX = "model.safetensors.index.json"
@@ -54,6 +55,7 @@ class ModelFiles:
         else:
             wanted = {*weight_names(folder)}
         weights = [folder / name for name in sorted(wanted & {*os.listdir(folder)})]
+        weights += [folder / name for name in pooled_files(folder)]
         if not weights and (path := gguf_in(folder)) is not None:
             weights = part_paths(path)
         self._found = {

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from model.checkpoint.families import family_of
+from model.checkpoint.families import weight_names
 from model.checkpoint.identity import file_digest
 from model.checkpoint.quantization_config import KEY
 from model.checkpoint.weights import MANIFEST
@@ -25,7 +25,7 @@ def save_decoder(
     """
     parameters = dict(decoder.named_parameters())
     tensors = {}
-    for ours, parts in family_of(decoder.spec.model_type).weight_names(decoder.spec).items():
+    for ours, parts in weight_names(decoder.spec).items():
         value = parameters[ours].detach().to("cpu", dtype)
         for part, piece in zip(
             parts, value.split([part.rows or len(value) for part in parts]), strict=True

@@ -8,6 +8,7 @@ finished weights and one block more for each thread.
 import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import reduce
 from itertools import accumulate, chain
 from math import prod
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from model.checkpoint.compressed import with_compressed
 from model.checkpoint.config import read_json, short
 from model.checkpoint.families import family_of
+from model.checkpoint.families import weight_names as names_of
 from model.checkpoint.files import (
     KINDS,
     LFS,
@@ -35,6 +37,7 @@ from model.checkpoint.gguf.weights import GGUFWeights
 from model.checkpoint.identity import INDEX, SINGLE, file_digest, weight_names
 from model.checkpoint.mapped import MappedRows
 from model.checkpoint.names import Entry, Part
+from model.checkpoint.pooling import pooled_files
 from model.checkpoint.reader import RawBlocks, Reader
 from model.checkpoint.safetensors_file import DTYPES, MAX_TENSORS, SafetensorsFile, named
 from model.decoder import Decoder, meta_decoder
@@ -47,6 +50,8 @@ from model.spec import CheckpointError, ModelSpec
 IGNORED_SUFFIXES = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 # The head of a tied checkpoint is the embedding; some files contain it a second time.
 TIED_DUPLICATE = "lm_head.weight"
+BARE = "embed_tokens.weight"
+"""Tensor of a model that was saved without a head: the names of all lack the prefix `model.`."""
 BLOCK_ELEMENTS = 2**17
 """Elements that are read and converted at a time by each thread; they fit a processor's cache."""
 MAX_HEADERS_BYTES = 2**26
@@ -78,21 +83,18 @@ class Checkpoint:
         for file_name in (
             weight_names(folder) if weight_map is None else sorted(set(weight_map.values()))
         ):
-            path = folder / file_name
-            if not path.is_file():
-                raise CheckpointError(f"{path}: no such file{_hint(folder)}")
-            file = SafetensorsFile.open(path)
+            file = _opened(folder, file_name)
             header_bytes += file.header_bytes
             if header_bytes > MAX_HEADERS_BYTES or len(files) + len(file.entries) > MAX_TENSORS:
                 bounds = f"{MAX_TENSORS} tensors and {MAX_HEADERS_BYTES} bytes of headers"
                 raise CheckpointError(
-                    f"{path}: with the files before it, it has more than the {bounds} that are "
-                    "read of a checkpoint"
+                    f"{file.path}: with the files before it, it has more than the {bounds} that "
+                    "are read of a checkpoint"
                 )
             for name in file.entries:
                 if name in files:
                     raise CheckpointError(
-                        f"{path}: tensor {name} occurs in {files[name].path.name} too"
+                        f"{file.path}: tensor {name} occurs in {files[name].path.name} too"
                     )
                 files[name] = file
         for name, file_name in (weight_map or {}).items():
@@ -100,6 +102,12 @@ class Checkpoint:
                 raise CheckpointError(
                     f"{folder / INDEX}: tensor {short(name)} should be in {file_name}, and is not"
                 )
+        if BARE in files:
+            again = {file.path: _prefixed(file, "model.") for file in files.values()}
+            files = {f"model.{name}": again[file.path] for name, file in files.items()}
+        for file_name in pooled_files(folder):
+            file = _prefixed(_opened(folder, file_name), f"{Path(file_name).parent}.")
+            files |= dict.fromkeys(file.entries, file)
         self.files = with_compressed(folder, files)
 
     def entry(self, name: str) -> Entry:
@@ -165,15 +173,28 @@ class Checkpoint:
         lines = (line.strip().partition(" ") for line in text.splitlines())
         sums = {name.strip().lstrip("*"): digest for digest, _, name in lines}
         for path in sorted({path for file in self.files.values() for path in file.paths}):
-            if path.name not in sums:
+            nested = path.parent.parent == self.folder
+            name = f"{path.parent.name}/{path.name}" if nested else path.name
+            if name not in sums:
                 raise CheckpointError(
-                    f"{manifest}: says nothing of {path.name}; remove it, or write it anew with "
+                    f"{manifest}: says nothing of {name}; remove it, or write it anew with "
                     "sha256sum"
                 )
-            if file_digest(path) != sums[path.name].lower():
+            if file_digest(path) != sums[name].lower():
                 raise CheckpointError(
                     f"{path}: its contents are not what {MANIFEST} says; fetch the file again"
                 )
+
+
+def _opened(folder: Path, name: str) -> SafetensorsFile:
+    if not (folder / name).is_file():
+        raise CheckpointError(f"{folder / name}: no such file{_hint(folder)}")
+    return SafetensorsFile.open(folder / name)
+
+
+def _prefixed(file: SafetensorsFile, prefix: str) -> SafetensorsFile:
+    """The file with this before the names of its tensors, by which it is asked for them."""
+    return replace(file, entries={f"{prefix}{name}": e for name, e in file.entries.items()})
 
 
 def load_decoder(
@@ -190,7 +211,7 @@ def load_decoder(
     products = products or Products()
     checkpoint = Checkpoint(folder)
     decoder = meta_decoder(spec)
-    names = family_of(spec.model_type).weight_names(spec)
+    names = names_of(spec)
     check_tensors(folder, decoder, {name: checkpoint.entry(name) for name in checkpoint.files})
     sizes = [
         sum(checkpoint.entry(part.name).num_bytes for part in parts) for parts in names.values()
@@ -309,7 +330,7 @@ def check_tensors(where: Path, decoder: Decoder, found: Mapping[str, Entry]) -> 
     shapes.
     """
     spec, parameters, expected = decoder.spec, dict(decoder.named_parameters()), {}
-    for ours, parts in family_of(spec.model_type).weight_names(spec).items():
+    for ours, parts in names_of(spec).items():
         for part in parts:
             rows, *columns = parameters[ours].shape
             shape = (part.rows or rows, *columns)

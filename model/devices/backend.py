@@ -61,7 +61,8 @@ class Backend(Protocol):
         rotation: Rotation | None = None,
     ) -> Tensor:
         """Stores K and V of the step's tokens in their slots, then attends: a token at position p
-        attends to positions 0 .. p of its sequence, or to those of them within the layer's window.
+        attends to positions 0 .. p of its sequence, or to those of them within the layer's window;
+        in a bidirectional batch to the positions after p too, within as many.
         With a rotation, Q and K are rotated first. Without K and V nothing is stored: the layer
         reads what another one did. -> o_THd.
         """

@@ -19,8 +19,8 @@ from model.layers import Rotation
 
 @dataclass(frozen=True, slots=True)
 class ReferenceBackend:
-    """softmax(q K^T * scale) V with the causal limit and the window of each token, as in the
-    papers.
+    """softmax(q K^T * scale) V with the window and, unless the batch is bidirectional, the causal
+    limit of each token, as in the papers.
     """
 
     pool: KVPool
@@ -69,6 +69,8 @@ class ReferenceBackend:
             v_Kv = values_PSv[pages_p].flatten(0, 1)[: len(position_K)].float()
             logits_nHK = torch.einsum("nhd,kd->nhk", q_THd[span].float(), k_Kd) * self.scale
             age_nK = position_n[:, None] - position_K
+            if plan.bidirectional:
+                age_nK = age_nK.abs()
             hidden_nK = (age_nK < 0) | (age_nK >= (group.window or end))
             weights_nHK = logits_nHK.masked_fill(
                 hidden_nK[:, None, :].to(q_THd.device), -torch.inf

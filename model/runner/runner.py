@@ -31,9 +31,10 @@ from model.devices.device import Device, Stream, lack_of_memory
 from model.devices.replacement import RowMatrix
 from model.kv_layout import layout_of
 from model.options import EngineOptions
+from model.pooling import Pooler
 from model.runner.cuda_graphs import CudaGraphs, ListedBackend, captured_sizes
 from model.runner.pending_step import PendingStep
-from model.sampling import Scores, begin_draw
+from model.sampling import Scores, Vectors, begin_draw
 from model.spec import ModelSpec, OptionError
 from model.step import PENDING, Row, Sample, Sampling, Scoring, StepPlan, StepResult
 
@@ -121,7 +122,9 @@ class ModelRunner:
         # stays taken.
         steps = 0 if options.pages else _step_bytes(decoder, device, options, layout)
         free = device.memory()[0] - steps
-        num_pages = options.pages or _pages_that_fit(layout, page_bytes, options, device, free)
+        num_pages = options.pages or _pages_that_fit(
+            layout, page_bytes, options, device, free, spec.is_whole
+        )
         if layout.most_tokens(num_pages, options.step_tokens, options.max_context) < 1:
             allowed = (
                 f"cache.pages is {num_pages}"
@@ -266,8 +269,10 @@ class ModelRunner:
         if captured is not None:
             return captured
         spec = self.decoder.spec
-        has_tail = spec.num_storing_layers < spec.num_layers
-        batch = build_batch(plan, self.pool.layout, self.device.upload, has_tail)
+        # All tokens' states are pooled.
+        has_tail = spec.num_storing_layers < spec.num_layers and spec.pooling is None
+        upload = self.device.upload
+        batch = build_batch(plan, self.pool.layout, upload, has_tail, spec.bidirectional)
         num_decoding = len(batch.firsts) - len(plan.listed)
         pending = PendingStep(plan.listed, batch.firsts[num_decoding:], num_decoding)
         work = partial(
@@ -353,7 +358,9 @@ class ModelRunner:
             batch.token_ids_T[places] = self._drawn_S[sources]
         self._clear(plan)
         x_TD = self.forward(batch, attended)
-        if len(batch.sampled_S):
+        if self.decoder.pooler is not None:
+            pending.draws = self._pooled(self.decoder.pooler, pending, x_TD)
+        elif len(batch.sampled_S):
             samples = [sample for places in pending.samples for sample in places]
             logits_SV = self.decoder.logits(x_TD[batch.sampled_S])
             drawn_S = None if self._stream is None else self._drawn_S
@@ -362,6 +369,15 @@ class ModelRunner:
                 pending.states = x_TD[batch.sampled_S], self.states
         self._score(pending, x_TD)
         pending.finite_T = self.device.download(x_TD.isfinite().all(dim=-1))
+
+    def _pooled(self, pooler: Pooler, pending: PendingStep, x_TD: torch.Tensor) -> Vectors | None:
+        """The vectors of the rows that end a text."""
+        texts = [
+            slice(first, first + len(row.tokens))
+            for row, first in zip(pending.rows, pending.firsts, strict=True)
+            if row.sample is not None
+        ]
+        return Vectors(self.device, pooler(x_TD, texts)) if texts else None
 
     def _replay(self, plan: StepPlan, step: DecodeStep, pending: PendingStep, replay: Any) -> None:
         """All that the device does for a captured step."""
@@ -504,6 +520,14 @@ def _check_options(spec: ModelSpec, options: EngineOptions, device: Device) -> N
     """Raises OptionError where the device lacks float8 for the cache, or where attention would not
     be batch-invariant although engine.deterministic is true.
     """
+    if spec.pooling and (device.name != "cpu" or options.speculation != "none"):
+        raise OptionError(
+            f"engine.device is {device.name} and engine.speculation {options.speculation}; a model "
+            "that makes vectors of texts is computed on a CPU, without speculation: "
+            "--engine.device cpu --engine.speculation none"
+        )
+    if spec.is_whole and options.cache_disk:
+        raise OptionError("cache.disk is set, and nothing of this model's texts is used again")
     if options.cache_dtype == "fp8":
         device.check_float8()
     if not options.deterministic:
@@ -523,10 +547,16 @@ def _check_options(spec: ModelSpec, options: EngineOptions, device: Device) -> N
 
 
 def _pages_that_fit(
-    layout: CacheLayout, page_bytes: int, options: EngineOptions, device: Device, free: int
+    layout: CacheLayout,
+    page_bytes: int,
+    options: EngineOptions,
+    device: Device,
+    free: int,
+    is_whole: bool,
 ) -> int:
     """Pages that the options allow, and no more than max_running sequences of the longest context
-    can use at once. Raises MemoryError for more memory than the device has.
+    can use at once, or those of one step where texts are computed whole. Raises MemoryError for
+    more memory than the device has.
     """
     memory = options.memory or device.default_cache_share
     if memory > (total := device.memory()[1]):
@@ -535,7 +565,9 @@ def _pages_that_fit(
             "GiB in all; lower it"
         )
     budget = memory * free if memory <= 1.0 else memory
-    useful = options.max_running * layout.most_pages(
-        options.max_context + options.page_size, options.step_tokens
-    )
+    step_tokens, page_size = options.step_tokens, options.page_size
+    useful = options.max_running * layout.most_pages(options.max_context + page_size, step_tokens)
+    if is_whole:  # Of which nothing is kept from step to step.
+        most = step_tokens + 2 * options.max_running * page_size
+        useful = min(useful, layout.most_pages(most, most))
     return min(int(budget // page_bytes), useful)

@@ -22,6 +22,8 @@ class Limits:
     max_context: int
     max_running: int
     step_tokens: int
+    is_whole: bool = False
+    """Whether all tokens of a sequence are computed in one step, and none is reused."""
 
     @property
     def capacity(self) -> int:

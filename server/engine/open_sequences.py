@@ -86,7 +86,9 @@ class OpenSequences:
         self._in_flight: deque[list[Sequence]] = deque()
         """For each step in flight, the sequences of its rows; their ids may be used again before
         the step is committed."""
-        self._prefix_reuse = PrefixReuse(self.allocator, limits.layout, ledger, disk)
+        self._prefix_reuse = PrefixReuse(
+            self.allocator, limits.layout, ledger, disk, not limits.is_whole
+        )
         self.prefixes = self._prefix_reuse.prefixes
         self._pages_to_clear = self.prefixes.unknown
         """Pages that hold no token yet and may hold NaN. The next step zeroes them: 0 * NaN

@@ -17,7 +17,8 @@ from server.engine.sequence import Sequence
 
 
 class PrefixReuse:
-    """The prefix cache of a scheduler, and the claims of its sequences."""
+    """The prefix cache of a scheduler, and the claims of its sequences; unless `is_used`, every
+    sequence is computed from its first token."""
 
     def __init__(
         self,
@@ -25,11 +26,13 @@ class PrefixReuse:
         layout: CacheLayout,
         ledger: PageLedger | None = None,
         disk: DiskCache | None = None,
+        is_used: bool = True,
     ) -> None:
         self.prefixes = PrefixCache(allocator, layout, ledger, disk)
         self._ledger = ledger
         self._allocator = allocator
         self._page_size = layout.page_size
+        self._is_used = is_used
         self._claims: dict[bytes, int] = {}
         """Hash of a block -> id of the running sequence that is about to compute it."""
 
@@ -37,7 +40,7 @@ class PrefixReuse:
         """The cached blocks that a new sequence begins with; None while a running sequence computes
         the next one.
         """
-        most = sequence.num_skippable // self._page_size
+        most = sequence.num_skippable // self._page_size if self._is_used else 0
         links = sequence.links(most, self._page_size)
         # Once: what is read may be evicted while the sequence waits for more pages.
         if not sequence.has_loaded:
@@ -68,6 +71,8 @@ class PrefixReuse:
         sequence.found, sequence.num_recorded = blocks, sequence.num_computed
         if self.prefixes.tails:
             self._take_tail(sequence)
+        if not self._is_used:
+            return
         end = sequence.num_computed + sequence.num_plannable
         for link in sequence.links(end // self._page_size, self._page_size)[len(blocks) :]:
             if link.name not in self._claims:
@@ -108,6 +113,8 @@ class PrefixReuse:
         """Adds to the prefix cache the blocks that are complete now that tokens `start` .. `end` -
         1 are computed.
         """
+        if not self._is_used:
+            return
         first, last = start // self._page_size, end // self._page_size
         for index, link in enumerate(sequence.links(last, self._page_size)[first:], start=first):
             block = self.prefixes.publish(link, sequence.table, index)

@@ -242,6 +242,8 @@ class Scheduler(OpenSequences):
         sequence = self._shares.next()
         if sequence is None or len(self.running) >= self.limits.max_running:
             return None
+        if self.limits.is_whole and sequence.num_tokens > budget:
+            return None
         blocks, most = self._prefix_reuse.find(sequence), sequence.affordable(budget)
         if blocks is None or self._lacking(sequence, blocks, most) > 0:
             return None

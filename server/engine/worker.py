@@ -68,16 +68,18 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
     OptionError or MemoryError.
     """
     folder = Path(start.model)
-    spec = read_spec(folder)
+    spec = read_spec(folder, pools=True)
     _check_files(start.options.max_running)
     # Hashed in threads while torch is imported and the weights are read.
     files = ModelFiles(folder, Path(start.tokenizer))
     _check_conversion(start, folder)
     max_context = _max_context(start, spec)
-    options = dataclasses.replace(start.options, max_context=max_context)
+    step_tokens = max(start.options.step_tokens, max_context * spec.is_whole)
+    options = dataclasses.replace(start.options, max_context=max_context, step_tokens=step_tokens)
     make_drafts, options = load_drafts(options, spec, report)
     runner = _load_runner(folder, spec, options, report)
     limits = _limits(runner, options)
+    pooling = spec.pooling
     kv_dtype, forms = runner.pool.dtype, runner.decoder.block_forms
     ready = protocol.Ready(
         model_type=spec.model_type,
@@ -91,7 +93,7 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
         num_pages=runner.pool.num_pages,
         kv_dtype=str(kv_dtype).removeprefix("torch."),
         kv_bytes_per_token=spec.kv_bytes_per_token(kv_dtype.itemsize),
-        capacity=limits.capacity,
+        capacity=limits.capacity - (pooling is not None),
         quantization="+".join(sorted(forms)) or start.options.quantization.replace("auto", "none"),
         block_forms=forms,
         weight_bytes=runner.weight_bytes,
@@ -99,23 +101,29 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
         kernels=runner.kernels,
         deterministic=runner.deterministic,
         multi_head_bytes_per_token=spec.multi_head_bytes_per_token(kv_dtype.itemsize),
-        sequences=_sequences(limits, spec.contexts()),
+        sequences=_sequences(limits, max_context, spec.contexts()),
         digest=_same_model(start, files.digest(spec)),
         hardware=runner.device.description(),
         device_memory=runner.device.own_memory(),
         num_graphs=runner.num_graphs,
+        vector_size=pooling.size(spec.hidden_size) if pooling else 0,
+        labels=pooling.labels if pooling else (),
+        scores=pooling.scores if pooling else "",
     )
     drafts = make_drafts(runner)
     return EngineCore(_scheduler(start, limits, runner, ready, drafts), runner), ready
 
 
 def _limits(runner: "ModelRunner", options: EngineOptions) -> Limits:
+    spec = runner.decoder.spec
     limits = Limits(
         runner.pool.num_pages,
         runner.pool.layout,
-        options.max_context,
+        # A vector is the token after a text, which is not computed.
+        options.max_context + (spec.pooling is not None),
         options.max_running,
         options.step_tokens,
+        spec.is_whole,
     )
     if limits.capacity < options.max_context:
         short = (
@@ -137,7 +145,7 @@ def _scheduler(
     what they hold, and by later servers if there is a disk for them.
     """
     ledger = None
-    if runner.backend.are_whole is not None:
+    if runner.backend.are_whole is not None and not limits.is_whole:
         ledger = PageLedger(limits.num_pages, limits.layout, runner.backend.are_whole)
     disk = _disk(start, runner, ready) if start.options.cache_disk else None
     return Scheduler(limits, drafts, ledger, disk)
@@ -191,13 +199,13 @@ def _load_runner(
     return ModelRunner.load(folder, spec, options, report)
 
 
-def _sequences(limits: Limits, contexts: list[int]) -> list[tuple[int, int]]:
+def _sequences(limits: Limits, max_context: int, contexts: list[int]) -> list[tuple[int, int]]:
     """For each context length up to `max_context`, the number of sequences that fit the KV cache at
     once.
     """
     lengths = [
-        *(context for context in contexts if context < limits.max_context),
-        limits.max_context,
+        *(context for context in contexts if context < max_context),
+        max_context,
     ]
     return [
         (context, limits.layout.sequences(limits.num_pages, context, limits.step_tokens))
@@ -375,7 +383,13 @@ class Worker:
             if isinstance(drawn, SampledToken):
                 tokens.append(
                     protocol.Token(
-                        event.id, event.index, drawn.token, drawn.logprob, event.finish, drawn.top
+                        event.id,
+                        event.index,
+                        drawn.token,
+                        drawn.logprob,
+                        event.finish,
+                        drawn.top,
+                        drawn.vector,
                     )
                 )
             else:

@@ -60,6 +60,9 @@ class Reservation:
         """The id and the time of a reply in OpenAI's dialect."""
         self.restored = Restored()
         """Where an earlier server had the request: what it generated."""
+        self.is_held = False
+        """Whether it stays open until its answer has ended, while sequences are submitted one
+        after another; those that follow are not checked again."""
         self._admission = admission
         self._is_counted = True
         self.key = key
@@ -67,6 +70,12 @@ class Reservation:
         usage.num_reserved += 1
         if key is not None:
             admission.keys_in_use.add((caller, key))
+
+    def hold(self) -> None:
+        """From now on the request counts as one open sequence, besides those it has."""
+        if not self.is_held:
+            self._admission.num_held += 1
+            self.is_held = True
 
     def release(self) -> None:
         """Stops counting the request as open until its sequences are submitted. Idempotent."""
@@ -78,6 +87,8 @@ class Reservation:
     def close(self) -> None:
         """Ends the request: releases it, and its Idempotency-Key. Idempotent."""
         self.release()
+        self._admission.num_held -= self.is_held
+        self.is_held = False
         if self.key is not None:
             self._admission.keys_in_use.discard((self.caller, self.key))
             self.key = None
@@ -98,6 +109,8 @@ class Admission:
         self.draining = False
         self.num_reserved = 0
         """Admitted requests without submitted sequences."""
+        self.num_held = 0
+        """Requests whose sequences are submitted one after another."""
         self.keys_in_use: set[tuple[str, bytes]] = set()
         """(caller, Idempotency-Key) of the requests in progress."""
         self.waiting: dict[int, Choice] = {}
@@ -122,8 +135,8 @@ class Admission:
 
     @property
     def num_open(self) -> int:
-        """Sequences that have not ended."""
-        return len(self.supervisor.open)
+        """Sequences that have not ended, and requests that are held."""
+        return len(self.supervisor.open) + self.num_held
 
     @property
     def waiting_tokens(self) -> int:

@@ -99,9 +99,10 @@ class EngineClient:
         event, those of an earlier server first. Raises InvalidRequest, Overloaded or Unavailable.
         """
         reservation.release()  # From here on the supervisor counts the submitted sequences.
-        self.admission.check(
-            reservation.usage, len(submits), sum(choice.num_prompt for choice in choices)
-        )
+        if not reservation.is_held:
+            self.admission.check(
+                reservation.usage, len(submits), sum(choice.num_prompt for choice in choices)
+            )
         self.metrics.prompt_tokens.inc(prompt_tokens(choices))
         known: list[list[protocol.Token]] = [[] for _ in choices]
         for index, token in reservation.restored.tokens:

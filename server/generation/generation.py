@@ -21,7 +21,7 @@ from server.generation.admission import Reservation
 from server.generation.clients import Terms
 from server.generation.engine_client import EngineClient
 from server.generation.price import price
-from server.generation.request import Request
+from server.generation.request import CLASSIFIES, EMBEDS, GENERATES, Request
 from server.generation.stream import OpenStreams
 from server.logs import request_id
 from server.text.jobs import AnyJob, EncodeChat
@@ -31,6 +31,11 @@ log = logging.getLogger("onehead.api")
 
 CHARS_PER_TOKEN = 4
 TOO_LONG = "context_length_exceeded"
+DOES = {
+    GENERATES: "generates text",
+    EMBEDS: "embeds texts (POST /v1/embeddings)",
+    CLASSIFIES: "classifies texts (POST /classify)",
+}
 
 
 class Generation:
@@ -142,6 +147,7 @@ class Generation:
         return streams
 
     def _submission(self, request: Request, reservation: Reservation) -> protocol.Submit:
+        self.check_kind(request.wanted)
         max_new_tokens, terms = self.max_new_tokens(request), reservation.terms
         if request.priority and terms.priority is False:
             text = (
@@ -177,13 +183,21 @@ class Generation:
             request=request_id.get(),
         )
 
+    def check_kind(self, wanted: str) -> None:
+        """Raises InvalidRequest unless the model does this: GENERATES, EMBEDS or CLASSIFIES."""
+        does = GENERATES
+        if self.ready.vector_size:
+            does = CLASSIFIES if self.ready.labels else EMBEDS
+        if wanted != does:
+            raise InvalidRequest(f"this model does not support {wanted}: it {DOES[does]}")
+
     def _check_ids(self, request: Request) -> None:
         """Checks token ids against the width of the logits, which may differ from the tokenizer's:
         a larger id would index another row.
         """
         vocab_size, sampling = self.ready.vocab_size, request.sampling
         for name, ids in (
-            ("prompt", request.prompt),
+            ("prompt" if request.wanted == GENERATES else "input", request.prompt),
             ("stop_token_ids", request.stop_token_ids),
             ("logit_bias", sampling.logit_bias),
             (
@@ -220,6 +234,15 @@ class Generation:
             raise BadSize(
                 "`inputs` holds no tokens; at least one is needed to go on from", param="inputs"
             )
+        if request.wanted != GENERATES:
+            if num_prompt > most:
+                raise BadSize(
+                    f"an input has {num_prompt} tokens; at most {most} are allowed "
+                    f"({self._bound}): shorten it, or have it cut with `truncate`",
+                    param="input",
+                    code=TOO_LONG,
+                )
+            return 1
         if num_prompt >= most:
             raise self._too_long_prompt(num_prompt)
         if request.max_new_tokens is None:

@@ -17,6 +17,9 @@ from server.text.calls.parser import ReplyParser
 _decode_scores = msgspec.msgpack.Decoder(list[protocol.PromptScore]).decode
 
 
+GENERATES, EMBEDS, CLASSIFIES = "generation", "embeddings", "classification"
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One sequence to generate. Requests of one call with the same prompt share its list.
@@ -50,6 +53,8 @@ class Request:
     timeout_s: float | None = None
     salt: str = ""
     """`cache_salt`: requests with different salts share no cached prefix."""
+    wanted: str = GENERATES
+    """Text, or a vector that is made of the prompt: an embedding, or logits of classes."""
 
 
 def with_choices(request: Request, count: int, all_score: bool = False) -> list[Request]:

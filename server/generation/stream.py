@@ -58,6 +58,8 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     """What it adds to a thought, and `calls` to calls of tools, where the model's format for them
     is known (Request.parser)."""
     calls: tuple[CallDelta, ...] = ()
+    vector: bytes = b""
+    """What a model that draws no tokens makes of the prompt, as native float32."""
 
 
 class ChoiceDetokenizer:
@@ -79,6 +81,8 @@ class ChoiceDetokenizer:
     def piece(self, token: protocol.Token) -> Piece:
         """The piece of a token. A stop string may set `finish` before the engine does."""
         request, index = self._request, self._choice.index
+        if token.vector:
+            return Piece(index, None, "", finish="length", vector=token.vector)
         # Only the prompt was asked for; the engine samples one token after it anyway.
         if request.max_new_tokens == 0:
             return Piece(index, None, "", finish="length")

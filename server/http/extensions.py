@@ -19,6 +19,7 @@ EXTENSIONS = (
     "server.http.responses",
     "server.http.llama_cpp",
     "server.http.decisions",
+    "server.http.embeddings",
     "server.http.render",
     "server.http.page",
 )

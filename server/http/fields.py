@@ -138,6 +138,43 @@ def text_or_list(value: Any) -> Any:
     raise PydanticCustomError("string_or_array_type", "must be a string or an array")
 
 
+def _inputs(value: Any, info: ValidationInfo) -> list[str | list[int]]:
+    """A list of inputs, each a text or token ids. Raises ValueError that names the first invalid
+    one.
+    """
+    name = str(info.field_name)
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise ValueError(
+            f"`{name}` must be a text, a list of texts, a list of token ids, or a list of such "
+            "lists"
+        )
+    if not value:
+        raise ValueError(f"`{name}` cannot be empty")
+    several = value if isinstance(value[0], str | list) else [value]
+    for number, each in enumerate(several):
+        place = name if several is not value else f"{name}.{number}"
+        if type(each) is not type(several[0]):
+            raise ValueError(f"`{place}` differs in kind from the first one")
+        if isinstance(each, list):
+            _check_ids(each, place)
+    return several
+
+
+def _check_ids(ids: list[Any], name: str) -> None:
+    if not ids:
+        raise ValueError(f"`{name}` cannot be empty")
+    for index, id in enumerate(ids):
+        if type(id) is not int or not 0 <= id < 2**31:
+            raise ValueError(f"`{name}.{index}` must be a token id: an integer >= 0")
+
+
+ONE_OR_MORE = BeforeValidator(_inputs, Text | list[Text] | TokenIds | list[TokenIds])
+"""Makes a list of inputs of a text, a list of texts, a list of token ids or a list of such
+lists."""
+
+
 def as_parts(value: Any) -> Any:
     """A text as a list of one part."""
     return [{"type": "text", "text": value}] if isinstance(value, str) else value

@@ -34,7 +34,11 @@ SMALL_FILES = [
     "generation_config.json",
     "conversion.json",
     "chat_template.*",
+    "modules.json",
+    "config_sentence_transformers.json",
 ]
+POOLED = ["[0-9]*_Pooling/config.json", "[0-9]*_Dense/config.json", "[0-9]*_Dense/*.safetensors"]
+"""Of a model that makes vectors of texts, which has a modules.json."""
 WEIGHTS = ["*.safetensors", "model.safetensors.index.json", "SHA256SUMS"]
 PICKLES = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
 # Subfolders with files for other frameworks, and second copies of the weights in the authors' own
@@ -85,7 +89,7 @@ def resolve(
     repository = Repository(match[1], match[2])
     if match[3] is not None:
         return checkpoint_folder(repository.fetch_gguf(match[3]))
-    folder = repository.fetch(SMALL_FILES)
+    folder = repository.fetch_small()
     if file := repository.only_gguf(folder):
         return checkpoint_folder(repository.fetch_gguf(file))
     if not weights:
@@ -157,6 +161,13 @@ class Repository:
                 f"of {listed(found)}"
             )
         return found[0]
+
+    def fetch_small(self) -> Path:
+        """The cache folder with the files that say what the model is, and with the layers after
+        pooling of one that makes vectors of texts. Raises the errors of `fetch`.
+        """
+        folder = self.fetch(SMALL_FILES)
+        return self.fetch(POOLED, []) if (folder / "modules.json").is_file() else folder
 
     def fetch_gguf(self, name: str) -> Path:
         """The cached path of a GGUF file after a download of it, and of all parts if it is split.

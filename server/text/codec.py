@@ -127,9 +127,9 @@ class TextCodec:
         """The most characters of text that one token stands for."""
         return self._vocabulary[1]
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt."""
-        return self._encoding(text, with_post_processor=True).ids
+    def encode(self, text: str, pair: str | None = None) -> list[int]:
+        """Token ids of a prompt, or of a pair of texts."""
+        return self._encoding(text, with_post_processor=True, pair=pair).ids
 
     def encode_bare(self, text: str) -> list[int]:
         """Token ids of text with special tokens recognised; the post-processor adds none."""
@@ -169,13 +169,15 @@ class TextCodec:
         encoding = self._encoding(text, with_post_processor)
         return [(id, *span) for id, span in zip(encoding.ids, encoding.offsets, strict=True)]
 
-    def _encoding(self, text: str, with_post_processor: bool = False) -> Encoding:
+    def _encoding(
+        self, text: str, with_post_processor: bool = False, pair: str | None = None
+    ) -> Encoding:
         """Encodes a text. (`encode_batch` would use threads, which a process that forks must not
         have.) Raises InvalidRequest.
         """
         num_added = len(self.opening) if with_post_processor else 0
         try:
-            encoding = self.tokenizer.encode(text, add_special_tokens=with_post_processor)
+            encoding = self.tokenizer.encode(text, pair, add_special_tokens=with_post_processor)
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException:
@@ -200,6 +202,12 @@ class TextCodec:
         encoding = self.tokenizer.encode("a")
         ids: list[int] = encoding.ids
         return ids[: [*encoding.special_tokens_mask, 0].index(0)]
+
+    @cached_property
+    def closing(self) -> list[int]:
+        """Token ids that the post-processor puts after a text: EOS, or none."""
+        encoding = self.tokenizer.encode("a")
+        return encoding.ids[len(encoding) - [*encoding.special_tokens_mask[::-1], 0].index(0) :]
 
     def token_id(self, token: str) -> int | None:
         """The id of a token by its text, None if there is none."""

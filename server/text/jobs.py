@@ -171,6 +171,26 @@ class Prompts(Job, frozen=True):
         return [Filling(Encode(text, self.bare).run(texts)) for text in self.texts]
 
 
+class EncodePairs(Job, frozen=True):
+    """Token ids of one text together with each of others, as the post-processor joins a pair."""
+
+    Result = list[list[int]]
+
+    text: str
+    others: list[str]
+
+    @property
+    def num_chars(self) -> int:
+        return len(self.text) * len(self.others) + sum(map(len, self.others))
+
+    @property
+    def longest(self) -> int:
+        return len(self.text) + max(map(len, self.others))
+
+    def run(self, texts: Texts) -> list[list[int]]:
+        return [texts.codec.encode(self.text, other) for other in self.others]
+
+
 class EncodeChat(Job, frozen=True):
     """Token ids of a conversation."""
 
@@ -310,6 +330,7 @@ AnyJob = (
     | Prompts
     | Encode
     | EncodeWithPlaces
+    | EncodePairs
     | EncodeChat
     | EncodeQuestions
     | RenderChat

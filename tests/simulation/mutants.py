@@ -90,8 +90,8 @@ MUTANTS = (
         "crossed streams",
         Worker,
         "_send_events",
-        "event.id, event.index,",
-        "events[0].id, event.index,",
+        "event.id,\n",
+        "events[0].id,\n",
     ),
     Mutant(
         "a replay without its tokens",

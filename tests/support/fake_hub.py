@@ -21,7 +21,9 @@ class FakeHub:
 
     def __init__(self, folder: Path) -> None:
         self.files = {
-            path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()
+            str(path.relative_to(folder)): path.read_bytes()
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
         }
         self.requests: list[str] = []
         self.status: int | None = None

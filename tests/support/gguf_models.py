@@ -7,7 +7,7 @@ that nothing of what is tested is used.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +48,36 @@ def write_gguf(
     path: Path,
     kind: str = "F32",
     kinds: Mapping[str, str] | None = None,
+    leave_out: Collection[str] = (),
     **metadata: Any,
 ) -> None:
     """Converts a folder's weights, matrices with columns for whole blocks to the type `kind` and
-    all others to F32. `kinds`: other types by what tensors are called in their layer (`attn_v`).
-    `metadata`: keys of the architecture to be written besides, or in the place of the converter's.
+    all others to F32, without the tensors to `leave_out`. `kinds`: other types by what tensors are
+    called in their layer (`attn_v`). `metadata`: keys of the architecture to be written besides, or
+    in the place of the converter's.
     """
     config = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")
-    architecture = ARCHITECTURES[config["model_type"]]
+    embeds = bool(config.get("use_bidirectional_attention"))
+    if embeds:
+        for number in (2, 3):
+            dense = load_file(folder / f"{number}_Dense/model.safetensors")["linear.weight"]
+            tensors[f"dense_{number}.weight"] = dense
+            metadata |= {
+                f"dense_{number}_feat_in": dense.shape[1],
+                f"dense_{number}_feat_out": dense.shape[0],
+            }
+        vocabulary = {"vocab_size": config["vocab_size"]}  # Which has no texts in this file.
+        metadata |= {"attention.causal": False, "pooling_type": 1} | vocabulary
+        metadata["attention.sliding_window_pattern"] = [
+            kind == "sliding_attention" for kind in config["layer_types"]
+        ]
+    model_type = config["model_type"]
+    architecture = gguf.MODEL_ARCH.GEMMA_EMBEDDING if embeds else ARCHITECTURES[model_type]
     name = gguf.MODEL_ARCH_NAMES[architecture]
     writer = gguf.GGUFWriter(path, name)
+    if embeds:
+        writer.add_tokenizer_model("no_vocab")
     keys = {
         f"{name}.{key}": value
         for key, value in (_METADATA[config["model_type"]](config) | metadata).items()
@@ -74,6 +93,8 @@ def write_gguf(
     for key, value in keys.items():
         adders[type(value)](key, value)
     for tensor, array in _converted(config, tensors, architecture).items():
+        if tensor in leave_out:
+            continue
         module = tensor.removesuffix(".weight").rpartition(".")[2]
         _add(writer, tensor, np.ascontiguousarray(array), (kinds or {}).get(module, kind))
     writer.write_header_to_file()
@@ -123,6 +144,8 @@ def _converted(
 
 
 def _name(names: gguf.TensorNameMap, theirs: str) -> str:
+    if theirs.startswith("dense_"):
+        return theirs
     found = names.get_name(theirs, (".weight", ".bias"))
     assert found is not None, theirs
     return found

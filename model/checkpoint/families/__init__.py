@@ -7,12 +7,14 @@ needed is imported.
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from model.checkpoint.config import Config, end_token_ids, read_json, short
-from model.checkpoint.names import Names
+from model.checkpoint.names import Names, renamed
+from model.checkpoint.pooling import pooling_of
 from model.checkpoint.quantization_config import packed_groups
 from model.checkpoint.spellings import respelt
 from model.spec import CheckpointError, ModelSpec
@@ -56,10 +58,21 @@ def family_of(model_type: object) -> Family:
     return cast(Family, import_module(MODEL_TYPES[model_type]))
 
 
-def read_spec(folder: Path, warn: bool = True, drafts: bool = False) -> ModelSpec:
+def weight_names(spec: ModelSpec) -> Names:
+    """Decoder parameter -> its checkpoint tensors, for every parameter of this spec."""
+    names = family_of(spec.model_type).weight_names(spec)
+    for number, layer in enumerate(spec.pooling.layers if spec.pooling else ()):
+        kinds = ("weight", "bias") if layer.bias else ("weight",)
+        names |= renamed({f"pooler.layers.{number}": layer.name}, kinds)
+    return names
+
+
+def read_spec(
+    folder: Path, warn: bool = True, drafts: bool = False, pools: bool = False
+) -> ModelSpec:
     """The ModelSpec of a checkpoint folder, from its JSON files alone. `warn`: logs keys that are
-    not supported; `drafts`: it may be a model that can only draft tokens for another one. Raises
-    CheckpointError.
+    not supported; `drafts`: it may be a model that can only draft tokens for another one; `pools`:
+    one that makes vectors of texts and draws no tokens. Raises CheckpointError.
     """
     if not folder.is_dir():
         raise CheckpointError(
@@ -72,6 +85,10 @@ def read_spec(folder: Path, warn: bool = True, drafts: bool = False) -> ModelSpe
             f"{folder}: {spec.model_type} drafts tokens for another model; name it with "
             "--engine.draft, and that model with --model"
         )
+    if spec.pooling and not pools:
+        raise CheckpointError(
+            f"{folder}: makes vectors of texts and generates none; only `onehead serve` takes it"
+        )
     return spec
 
 
@@ -82,6 +99,14 @@ def spec_of(folder: Path, values: Mapping[str, Any], warn: bool = True) -> Model
         family = family_of(config.get("model_type"))
         packed_groups(config)
         spec = family.spec_from_config(config, end_token_ids(folder, config))
+        pooling = pooling_of(folder, config, spec.hidden_size)
+        if spec.bidirectional and pooling is None:
+            raise CheckpointError(
+                "config.json: use_bidirectional_attention is true, and there is no modules.json, "
+                "which says what is made of a text; take the whole folder of the published model"
+            )
+        # A model that makes vectors has no head, or none that is read.
+        spec = replace(spec, pooling=pooling, tied_embeddings=spec.tied_embeddings or bool(pooling))
         _check(spec)
     except CheckpointError as error:
         bare = str(error).startswith(("config.json", "generation_config.json"))

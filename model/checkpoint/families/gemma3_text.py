@@ -18,7 +18,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
     hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     num_layers = config.layers("num_hidden_layers")
     config.one_key_value_head("num_key_value_heads", 4, convertible=False)
-    config.only("use_bidirectional_attention", False, why="onehead serves causal models")
+    bidirectional = config.flag("use_bidirectional_attention", False)
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         config.only(key, why="onehead does not cap logits")
     head_dim = config.columns("head_dim", 256)
@@ -27,6 +27,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
         config, (head_dim, head_dim), most
     )
     bias = config.flag("attention_bias", False)
+    windows = windows_of(config, num_layers, 4096)
     return ModelSpec(
         model_type="gemma3_text",
         vocab_size=config.integer("vocab_size", 262_208),
@@ -52,8 +53,18 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
         embedding_scale=hidden_size**0.5,
         rotary=rotation,
         window_rotary=window_rotation,
-        windows=windows_of(config, num_layers, 4096),
+        windows=_both_ways(config, windows) if bidirectional else windows,
+        bidirectional=bidirectional,
     )
+
+
+def _both_ways(config: Config, windows: tuple[int | None, ...]) -> tuple[int | None, ...]:
+    """The windows of one direction: bidirectional configs count the tokens of both. Raises
+    CheckpointError for an odd one, which an older `transformers` has halved before it was saved.
+    """
+    if any(window is not None and window % 2 for window in windows):
+        raise config.wrong("sliding_window", "even, as both directions count")
+    return tuple(None if window is None else window // 2 + 1 for window in windows)
 
 
 def weight_names(spec: ModelSpec) -> Names:

@@ -14,8 +14,10 @@ from typing import Any
 from model.checkpoint.config import MOST, Config, short
 from model.checkpoint.files import Stored
 from model.checkpoint.gguf.split import GGUF
+from model.checkpoint.pooling import IN_FILE, IN_FILE_LAYERS
 from model.spec import CheckpointError
 
+EMBEDS = "gemma-embedding"
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 SECOND_NORM = "blk.0.attn_norm_2.weight"
 """Tensor that only falcon's newer architecture has."""
@@ -68,7 +70,11 @@ def config_of(gguf: GGUF) -> dict[str, Any]:
     general.only("general.type", "model", why="expected a model")
     general.only("general.quantization_version", 2, why="expected 2; convert the model again")
     metadata = Metadata(gguf)
+    embeds = architecture_of(gguf) == EMBEDS
     for key, neutral in zip(_NEUTRAL.split()[::2], _NEUTRAL.split()[1::2], strict=True):
+        neutral = (
+            {"attention.causal": "0", "pooling_type": "1"}.get(key, neutral) if embeds else neutral
+        )
         if (value := metadata.get(key)) is not None and value != int(neutral):
             raise metadata.wrong(key, f"{neutral}: onehead serves no other")
     if EMBEDDING not in metadata.tensors:
@@ -185,6 +191,22 @@ def _gemma3(metadata: Metadata) -> dict[str, Any]:
         },
         "layer_types": _layer_types(metadata, config["num_hidden_layers"], window),
         "sliding_window": window or 1,
+    }
+
+
+def _gemma_embedding(metadata: Metadata) -> dict[str, Any]:
+    """Gemma 3's, bidirectional, with the mean of the states and two linear layers after it."""
+    if missing := [
+        name for name in ("dense_2.weight", "dense_3.weight") if name not in metadata.tensors
+    ]:
+        raise CheckpointError(
+            f"{metadata.path}: missing tensor {missing[0]}: its vectors would not be those of the "
+            "published model; convert it with --sentence-transformers-dense-modules"
+        )
+    keys = [key for each in IN_FILE_LAYERS.values() for key in each]
+    return _gemma3(metadata) | {
+        "use_bidirectional_attention": True,
+        IN_FILE: {key: metadata.integer(key) for key in keys},
     }
 
 
@@ -318,6 +340,7 @@ def _falcon(metadata: Metadata) -> dict[str, Any]:
 _FAMILIES: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "falcon": _falcon,
     "gemma": _gemma,
+    EMBEDS: _gemma_embedding,
     "gemma3": _gemma3,
     "gemma4": _gemma4,
     "llama": _llama,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from model.checkpoint.config import Config
 from model.checkpoint.files import Stored
-from model.checkpoint.gguf.config import FREQUENCIES, SECOND_NORM, architecture_of
+from model.checkpoint.gguf.config import EMBEDS, FREQUENCIES, SECOND_NORM, architecture_of
 from model.checkpoint.gguf.split import GGUF
 from model.checkpoint.gguf.types import BY_NAME
 from model.spec import CheckpointError
@@ -60,6 +60,7 @@ _FALCON = _table("""
     ffn_up mlp.dense_h_to_4h      ffn_down mlp.dense_4h_to_h
 """)
 _OUTER_LLAMA = _table("token_embd model.embed_tokens  output_norm model.norm  output lm_head")
+_OUTER_EMBEDDING = _OUTER_LLAMA | _table("dense_2 2_Dense.linear  dense_3 3_Dense.linear")
 _OUTER_GEMMA4 = _OUTER_LLAMA | _table("""
     per_layer_token_embd model.embed_tokens_per_layer
     per_layer_model_proj model.per_layer_model_projection
@@ -73,6 +74,7 @@ _OUTER_FALCON = _OUTER_GPT | {"token_embd": "transformer.word_embeddings"}
 _TABLES = {
     "falcon": (_OUTER_FALCON, "transformer.h", _FALCON),
     "gemma": (_OUTER_LLAMA, "model.layers", _LLAMA),
+    EMBEDS: (_OUTER_EMBEDDING, "model.layers", _GEMMA3),
     "gemma3": (_OUTER_LLAMA, "model.layers", _GEMMA3),
     "gemma4": (_OUTER_GEMMA4, "model.layers", _GEMMA4),
     "llama": (_OUTER_LLAMA, "model.layers", _LLAMA),
@@ -104,7 +106,7 @@ def sources(gguf: GGUF, config: Config) -> dict[str, Source]:
         if rotated and (rows % 2 or stored.shape[0] % rows):
             expected = f"expected heads of {rows} rows, an even number"
             raise CheckpointError(f"{stored.path}: {name} has {stored.shape[0]} rows, {expected}")
-        is_norm = architecture in ("gemma", "gemma3") and name.endswith("norm.weight")
+        is_norm = architecture in ("gemma", "gemma3", EMBEDS) and name.endswith("norm.weight")
         found[theirs] = Source(stored, rows, -1.0 if is_norm else 0.0)
     return found
 

@@ -184,6 +184,7 @@ def _plan(batch: Batch, number: int, group: LayerGroup) -> GroupPlan:
                 num_tokens,
                 num_keys,
                 window or 0,
+                (window - 1 if window else num_keys) if batch.bidirectional else 0,
                 pages.buffer_info()[0] + unseen * stacks * 8,
                 stacks,
             )

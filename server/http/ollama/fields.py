@@ -19,6 +19,10 @@ DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 EFFORTS = ("low", "medium", "high", "max")
 
 
+def _several(value: Any) -> Any:
+    return [value] if isinstance(fields.text_or_list(value), str) else value
+
+
 def _not_empty(value: Any) -> Any:
     """Stop strings without empty ones, which clients send for none."""
     return [each for each in value if each != ""] if isinstance(value, list) else value or None
@@ -233,6 +237,39 @@ class ShowBody(Body):
     """A name that GET /api/tags lists. Default: the served model."""
     name: fields.Name | None = None
     """The older name of `model`."""
+
+
+class LoadedBody(Body):
+    """What /api/embed and /api/embeddings share."""
+
+    model: fields.Name | None = None
+    """A name that GET /api/tags lists. Default: the served model."""
+    truncate: bool | None = None
+    """Whether a text that is longer than the context is cut; else it is refused. Default: true."""
+    options: fields.Json = None
+    """Accepted for Ollama's clients; the model was loaded with its own."""
+    keep_alive: fields.Json = None
+    """Accepted for Ollama's clients: the model stays loaded."""
+
+
+class EmbeddingBody(LoadedBody):
+    """The body of POST /api/embeddings."""
+
+    prompt: fields.Text
+    """The text to embed."""
+
+
+class EmbedBody(LoadedBody):
+    """The body of POST /api/embed."""
+
+    input: Annotated[
+        list[fields.Text],
+        Field(max_length=2048),
+        BeforeValidator(_several, fields.Text | list[fields.Text]),
+    ]
+    """A text, or a list of up to 2048."""
+    dimensions: fields.Positive | None = None
+    """Keep only this many numbers of each embedding, which are normalised again. Default: all."""
 
 
 class PullBody(ShowBody):

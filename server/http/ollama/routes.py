@@ -1,5 +1,6 @@
 """Handlers of Ollama's routes, and what they tell of the served model."""
 
+import time
 from functools import partial
 from typing import Any
 
@@ -7,13 +8,23 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from server.errors import InvalidRequest, NotFound
+from server.generation.embedding import Embedded, embed, normalised
 from server.http import sse
 from server.http.answer import Delivery
 from server.http.body import read_model
+from server.http.disconnect import unless_disconnected
 from server.http.exchange import Dialect, exchange_of
 from server.http.handlers import Context, Handlers, ReadBody
 from server.http.model_names import TAG
-from server.http.ollama.fields import ChatBody, GenerateBody, PullBody, ShowBody
+from server.http.ollama.fields import (
+    ChatBody,
+    EmbedBody,
+    EmbeddingBody,
+    GenerateBody,
+    LoadedBody,
+    PullBody,
+    ShowBody,
+)
 from server.http.ollama.replies import (
     OllamaReply,
     can_fill,
@@ -51,8 +62,8 @@ class OllamaRoutes(Handlers):
             posted("/api/pull", handler=self.pull),
             posted("/api/generate", handler=self.generate, generates=True),
             posted("/api/chat", handler=self.chat, generates=True),
-            posted("/api/embed", handler=self.refuse_embedding),
-            posted("/api/embeddings", handler=self.refuse_embedding),
+            posted("/api/embed", handler=self.embed, generates=True),
+            posted("/api/embeddings", handler=self.embed_one, generates=True),
             *(changed(f"/api/{path}") for path in CHANGES),
         ]
 
@@ -141,7 +152,8 @@ class OllamaRoutes(Handlers):
         ready, files = self.generation.ready, self.generation.codec.files
         chats, family = files.chat_template is not None, ready.model_type
         abilities = {
-            "completion": True,
+            "completion": not ready.vector_size,
+            "embedding": ready.vector_size > 0 and not ready.labels,
             "tools": chats and self.generation.texts.texts.calls.form is not None,
             "insert": can_fill(self.generation),
             "thinking": chats and can_think(self.generation),
@@ -174,9 +186,39 @@ class OllamaRoutes(Handlers):
         steps = ["pulling manifest", "success"] if body.stream is not False else ["success"]
         return _answered([{"status": step} for step in steps], body.stream is not False)
 
-    async def refuse_embedding(self) -> Response:
-        """Refuse embeddings."""
-        raise InvalidRequest("this model does not support embeddings")
+    async def embed(self, http: HttpRequest) -> Response:
+        """Embed texts."""
+        body, began = await self.read(http, EmbedBody), time.monotonic_ns()
+        name = self._name(body.model)
+        embedded = await self._embedded(http, body.input, body, body.dimensions)
+        vectors = (list(normalised(vector, body.dimensions)) for vector in embedded.vectors)
+        value = {
+            "model": name,
+            "embeddings": vectors,
+            "total_duration": time.monotonic_ns() - began,
+            "load_duration": 0,
+            "prompt_eval_count": embedded.num_tokens,
+        }
+        return await self.answers.json_answers.response(value)
+
+    async def embed_one(self, http: HttpRequest) -> Response:
+        """Embed one text, as older clients ask for it."""
+        body = await self.read(http, EmbeddingBody)
+        self._name(body.model)
+        embedded = await self._embedded(http, [body.prompt], body)
+        return JSONResponse({"embedding": list(normalised(embedded.vectors[0]))})
+
+    async def _embedded(
+        self, http: HttpRequest, texts: list[str], body: LoadedBody, dimensions: int | None = None
+    ) -> Embedded:
+        made = embed(
+            self.generation,
+            texts,
+            exchange_of(http).reserved,
+            dimensions=dimensions,
+            truncate=body.truncate is not False,
+        )
+        return await unless_disconnected(http, made)
 
     async def refuse_change(self) -> Response:
         """Refuse to change models."""

@@ -227,48 +227,10 @@ class GenerationBody(SamplingBody, LimitedBody):
         )
 
 
-Prompts = Annotated[
-    list[fields.Text | fields.TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)
-]
-
-
-def _prompts(value: Any) -> list[str | list[int]]:
-    """A list of prompts, each a text or token ids. Raises ValueError that names the first invalid
-    one.
-    """
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list):
-        raise ValueError(
-            "`prompt` must be a text, a list of texts, a list of token ids, or a list of such lists"
-        )
-    if not value:
-        raise ValueError("`prompt` cannot be empty")
-    several = value if isinstance(value[0], str | list) else [value]
-    if len(several) > MAX_PROMPTS:
-        raise ValueError(f"`prompt` supports up to {MAX_PROMPTS} prompts. Given: {len(several)}")
-    for number, prompt in enumerate(several):
-        name = "prompt" if several is not value else f"prompt.{number}"
-        if type(prompt) is not type(several[0]):
-            raise ValueError(f"`{name}` differs in kind from the first prompt")
-        if isinstance(prompt, list):
-            _check_ids(prompt, name)
-    return several
-
-
-def _check_ids(ids: list[Any], name: str) -> None:
-    if not ids:
-        raise ValueError(f"`{name}` cannot be empty")
-    for index, id in enumerate(ids):
-        if type(id) is not int or not 0 <= id < 2**31:
-            raise ValueError(f"`{name}.{index}` must be a token id: an integer >= 0")
-
-
 PromptList = Annotated[
-    Prompts,
-    BeforeValidator(
-        _prompts, fields.Text | list[fields.Text] | fields.TokenIds | list[fields.TokenIds]
-    ),
+    list[fields.Text | fields.TokenIds],
+    Field(max_length=MAX_PROMPTS, fail_fast=True),
+    fields.ONE_OR_MORE,
 ]
 
 

@@ -68,6 +68,7 @@ def test_the_rest_serves_without_it(extension: str, tokenizer_folder: Path, tmp_
         "server.http.responses": "/v1/responses",
         "server.http.llama_cpp": "/infill",
         "server.http.decisions": "/v1/decisions",
+        "server.http.embeddings": "/v1/embeddings",
         "server.http.render": "/v1/completions/render",
         "server.http.page": "/monitor",
     }

@@ -21,6 +21,7 @@ import pytest
 from server.config import EngineSettings, load
 from server.errors import ConfigurationError, ResourceError
 from server.hub import download as hub
+from tests.support.embedders import WIDTH, make_embedder
 from tests.support.fake_hub import COMMIT, GATED, REPOSITORY, FakeHub, serving
 from tests.support.families import make_family_checkpoint
 from tests.support.processes import ServerProcess
@@ -118,6 +119,33 @@ def test_it_is_downloaded_and_served_and_served_again_without_the_hub(
     }
     assert {path.name for path in snapshot.iterdir()} == read
     assert re.fullmatch("[0-9a-f]{64}", (snapshot / "model.safetensors").resolve().name)
+
+
+def test_the_layers_of_an_embedder_are_downloaded_and_no_other_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_embedder(tmp_path_of(tmp_path, "repository")).folder
+    for name in ("2024-01/model.safetensors", "4_Normalize/x.bin", "onnx/model.safetensors"):
+        (made / name).parent.mkdir()
+        (made / name).write_bytes(b"not read")
+    with serving(FakeHub(made)) as hub_of_it:
+        for key, value in environment(tmp_path / "home", hub_of_it.endpoint).items():
+            monkeypatch.setenv(key, value)
+        for offline in ("0", "1"):
+            monkeypatch.setenv("HF_HUB_OFFLINE", offline)
+            server = ServerProcess(Path(REPOSITORY))
+            status, answer = server.post("/v1/embeddings", {"input": "a", "prompt_name": "query"})
+            assert status == 200 and len(answer["data"][0]["embedding"]) == WIDTH
+            assert server.stop() == 0
+    (snapshot,) = (tmp_path / "home").glob("hub/models--*/snapshots/*")
+    folders = {path.name for path in snapshot.iterdir() if path.is_dir()}
+    assert folders == {"1_Pooling", "2_Dense", "3_Dense"}
+
+
+def tmp_path_of(folder: Path, name: str) -> Path:
+    """A new folder in another."""
+    (folder / name).mkdir()
+    return folder / name
 
 
 def test_without_the_hub_what_is_cached_serves_and_what_is_not_is_refused(

@@ -191,9 +191,12 @@ template <class Number> static void transpose(const Number *keys, int64_t value_
             for (int64_t s = first; s < first + LANES; s++) values[s * value_dim + c] = keys[c * page_size + s];
 }
 
-static int64_t end_of(const Span &span, int64_t token) { return span.num_keys - span.num_tokens + token + 1; }
+// The key after a token's own.
+static int64_t next_of(const Span &span, int64_t token) { return span.num_keys - span.num_tokens + token + 1; }
 
-static int64_t begin_of(const Span &span, int64_t token) { return span.window ? std::max<int64_t>(0, end_of(span, token) - span.window) : 0; }
+static int64_t begin_of(const Span &span, int64_t token) { return span.window ? std::max<int64_t>(0, next_of(span, token) - span.window) : 0; }
+
+static int64_t end_of(const Span &span, int64_t token) { return std::min(span.num_keys, next_of(span, token) + span.ahead); }
 
 // Page `number` of a span.
 template <class Number> static Page<Number> page_of(const Attention &attention, const Span &span, int64_t number) {

@@ -7,6 +7,7 @@
 // What one row of the step (some tokens of one sequence) reads and writes; model/devices/cpu/attention.py has the same fields.
 struct Span {
     int64_t first_token, num_tokens, num_keys, window;
+    int64_t ahead;         // Keys after its own that a token sees, if there are so many.
     const int64_t *pages;  // From the one that holds key 0; those of one stack of layers are page_stride apart.
     int64_t page_stride;
 };

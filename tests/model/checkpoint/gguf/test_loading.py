@@ -268,8 +268,8 @@ def test_an_unknown_architecture_is_refused_with_those_there_are(tmp_path: Path)
     gguf_writer.close()
     with pytest.raises(
         CheckpointError,
-        match=r"general\.architecture is 'qwen3'; supported: falcon, gemma, gemma3, gemma4, "
-        r"llama, starcoder",
+        match=r"general\.architecture is 'qwen3'; supported: falcon, gemma, gemma-embedding, "
+        r"gemma3, gemma4, llama, starcoder",
     ):
         config_of(GGUF.open(tmp_path / "m.gguf"))
 

@@ -295,7 +295,7 @@ def test_bad_bodies_get_openais_error(embedded_server: ServerProcess) -> None:
         ("/v1/completions", {"prompt": ["a", [1]]}, "`prompt.1` differs in kind", "prompt.1"),
         ("/v1/completions", {"prompt": []}, "`prompt` cannot be empty", "prompt"),
         ("/v1/completions", {"prompt": [4096]}, "not below the vocabulary's 4096", "prompt"),
-        ("/v1/completions", {"prompt": ["a"] * 257}, "up to 256 prompts", "prompt"),
+        ("/v1/completions", {"prompt": ["a"] * 257}, "up to 256 items", "prompt"),
         (
             "/v1/completions",
             {"prompt": ["a"] * 256, "n": 128},

@@ -1,0 +1,150 @@
+"""What a model makes of a text in place of a next token, as the files of a checkpoint folder say
+it: sentence-transformers' modules.json, or the architecture in config.json for `transformers`'
+heads for classification.
+
+It knows no families and no torch.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from model.checkpoint.config import MOST_COLUMNS, Config, read_json, short
+from model.checkpoint.files import MOST_CONFIG_BYTES, read_text
+from model.spec import CheckpointError, PooledLayer, Pooling
+
+MODULES = "modules.json"
+CLASSIFIES = "ForSequenceClassification"
+IN_FILE = "onehead_pooling"
+"""Key of the config.json that is made of a GGUF file: the sizes of its linear layers."""
+IN_FILE_LAYERS = {n: (f"dense_{n}_feat_in", f"dense_{n}_feat_out") for n in (2, 3)}
+"""Their numbers, and the keys of GGUF for them."""
+OVER = {"mean": "mean", "mean_tokens": "mean", "lasttoken": "last"}
+ACTIVATIONS = {"Identity": "none", "Tanh": "tanh"}
+PROBLEMS = {
+    "single_label_classification": "softmax",
+    "multi_label_classification": "sigmoid",
+    "regression": "none",
+}
+ONE_OF = "multi_label_classification", "single_label_classification"
+"""The kind of problem where a config does not say it, of one label and of several."""
+_PLACE = re.compile(r"\d{1,3}_\w{1,99}", re.ASCII)
+
+
+def pooling_of(folder: Path, config: Config, hidden_size: int) -> Pooling | None:
+    """None where the model draws tokens. Raises CheckpointError naming the file and the key that
+    does not fit.
+    """
+    made = config.sub(IN_FILE)
+    if made is not None:
+        layers = tuple(
+            PooledLayer(f"{number}_Dense.linear", made.columns(inputs), made.columns(outputs))
+            for number, (inputs, outputs) in IN_FILE_LAYERS.items()
+        )
+        return _checked(Pooling("mean", layers), hidden_size, config.path)
+    architectures = config.get("architectures")
+    if isinstance(architectures, list) and str([*architectures, ""][0]).endswith(CLASSIFIES):
+        return _classification(config, hidden_size)
+    modules = _modules(folder)
+    if not modules:
+        return None
+    path = folder / modules[1]["path"] / "config.json"
+    pooling = Config(read_json(path), str(path))
+    pooling.only("include_prompt", True, why="onehead pools a text with its prompt")
+    layers = tuple(_dense(folder, module["path"]) for module in _dense_of(modules))
+    return _checked(Pooling(_over(pooling), layers), hidden_size, str(folder / MODULES))
+
+
+def pooled_files(folder: Path) -> list[str]:
+    """The files of linear layers after pooling, within the folder. Raises CheckpointError."""
+    return [f"{each['path']}/model.safetensors" for each in _dense_of(_modules(folder))]
+
+
+def _dense_of(modules: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [module for module in modules if _kind(module) == "Dense"]
+
+
+def _kind(module: dict[str, Any]) -> str:
+    return str(module["type"]).rpartition(".")[2]
+
+
+def _modules(folder: Path) -> list[dict[str, Any]]:
+    """The modules that a text passes; empty where the folder has no list of them."""
+    path = folder / MODULES
+    text = read_text(path, MOST_CONFIG_BYTES) if folder.is_dir() else None
+    if text is None:
+        return []
+    try:
+        modules = json.loads(text)
+        kinds = [*map(_kind, modules)]
+        places = [str(module["path"]) for module in modules[1:]]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise CheckpointError(f"{path}: expected a list of modules with type and path") from None
+    if kinds[:2] != ["Transformer", "Pooling"] or not _end_well(kinds[2:]):
+        raise CheckpointError(
+            f"{path}: the modules are {short(kinds)}; expected Transformer, Pooling, any number "
+            "of Dense, and Normalize or nothing"
+        )
+    for place in places:
+        if not _PLACE.fullmatch(place) or (folder / place).is_symlink():
+            raise CheckpointError(f"{path}: path {short(place)} is not a number and a name")
+    return list(modules)
+
+
+def _end_well(kinds: list[str]) -> bool:
+    """Whether modules after pooling are linear layers, and a norm at most as the last one."""
+    return {*kinds[:-1]} <= {"Dense"} and {*kinds[-1:]} <= {"Dense", "Normalize"}
+
+
+def _over(config: Config) -> str:
+    """Of older files each kind is a key that is true or false."""
+    prefix = "pooling_mode_"
+    on = [key for key, value in config.values.items() if key.startswith(prefix) and value is True]
+    kind = config.get("pooling_mode") or " and ".join(key.removeprefix(prefix) for key in on)
+    if not isinstance(kind, str) or kind not in OVER:
+        raise CheckpointError(f"{config.path}: pools by {short(kind)}; expected mean or lasttoken")
+    return OVER[kind]
+
+
+def _dense(folder: Path, place: str) -> PooledLayer:
+    path = folder / place / "config.json"
+    config = Config(read_json(path), str(path))
+    name = str(config.get("activation_function") or "Tanh").rpartition(".")[2]
+    if name not in ACTIVATIONS:
+        raise config.wrong("activation_function", f"one of {', '.join(ACTIVATIONS)}")
+    return PooledLayer(
+        f"{place}.linear",
+        config.integer("in_features", most=MOST_COLUMNS),
+        config.integer("out_features", most=MOST_COLUMNS),
+        config.flag("bias", True),
+        ACTIVATIONS[name],
+    )
+
+
+def _classification(config: Config, hidden_size: int) -> Pooling:
+    """`score` over the last token's state, as all decoders of `transformers` have it."""
+    named = config.sub("id2label")
+    if named is None:
+        count = config.integer("num_labels", 2, most=MOST_COLUMNS)
+        labels = [f"LABEL_{number}" for number in range(count)]
+    else:
+        labels = [named.get(str(number)) for number in range(len(named.values))]
+        if not labels or not all(isinstance(label, str) for label in labels):
+            raise config.wrong("id2label", 'names by "0", "1" and so on')
+    problem = config.get("problem_type") or ONE_OF[len(labels) > 1]
+    if problem not in PROBLEMS:
+        raise config.wrong("problem_type", f"one of {', '.join(PROBLEMS)}")
+    layers = (PooledLayer("score", hidden_size, len(labels)),)
+    return Pooling("last", layers, tuple(labels), PROBLEMS[problem])
+
+
+def _checked(pooling: Pooling, hidden_size: int, path: str) -> Pooling:
+    size = hidden_size
+    for layer in pooling.layers:
+        if layer.inputs != size:
+            raise CheckpointError(
+                f"{path}: {layer.name} takes {layer.inputs} numbers, and is given {size}"
+            )
+        size = layer.outputs
+    return pooling

@@ -1,0 +1,227 @@
+"""Vectors of texts: POST /v1/embeddings and /v1/rerank, TEI's /embed, llama.cpp's /embedding, and
+vLLM's /classify. server.generation.embedding makes the vectors.
+"""
+
+import asyncio
+import sys
+from base64 import b64encode
+from collections.abc import Sequence
+from functools import partial
+from math import exp
+from typing import Any, TypeVar
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from model.checkpoint.files import MOST_CONFIG_BYTES, read_object
+from server.errors import InvalidRequest
+from server.generation.embedding import Embedded, Given, Vector, cosine, embed, normalised
+from server.generation.request import CLASSIFIES, EMBEDS
+from server.http.disconnect import unless_disconnected
+from server.http.embeddings import fields
+from server.http.exchange import Dialect, exchange_of
+from server.http.handlers import Context, Handlers
+from server.http.routes import Route
+
+BODIES = ()
+PROMPTS = "config_sentence_transformers.json"
+IN_A_TURN = 64
+"""Cosines that are computed in one turn of the event loop."""
+Named = TypeVar("Named", bound=fields.NamedBody)
+
+
+def routes(context: Context) -> list[Route]:
+    """The routes of this extension."""
+    handlers = EmbeddingRoutes(context)
+    posted = partial(
+        Route, methods=("POST",), dialect=Dialect.OPENAI, generates=True, documented=False
+    )
+    return [
+        posted("/v1/embeddings", handler=handlers.embeddings),
+        posted("/embed", handler=handlers.embed, dialect=Dialect.TGI),
+        posted("/embedding", handler=handlers.embedding),
+        posted("/embeddings", handler=handlers.embedding),
+        posted("/v1/rerank", handler=handlers.rerank),
+        posted("/rerank", handler=handlers.rerank),
+        posted("/classify", handler=handlers.classify),
+    ]
+
+
+class EmbeddingRoutes(Handlers):
+    """Handlers of the routes that answer with what is made of vectors."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        found = read_object(self.generation.codec.folder / PROMPTS, MOST_CONFIG_BYTES) or {}
+        prompts = found.get("prompts")
+        items = prompts.items() if isinstance(prompts, dict) else ()
+        self._prompts = {name: text for name, text in items if isinstance(text, str)}
+        self._default = found.get("default_prompt_name")
+
+    async def embeddings(self, http: HttpRequest) -> Response:
+        """Embed texts.
+
+        In OpenAI's form. With `prompt_name`, which names one of the model's prompts, clients need
+        not put these before their texts.
+        """
+        body = await self._body(http, fields.EmbeddingsBody)
+        embedded = await self._embedded(http, self._prompted(body, body.input), body)
+
+        def entry(index: int, vector: Vector) -> dict[str, Any]:
+            numbers: Any = normalised(vector, body.dimensions)
+            if body.encoding_format == "base64":
+                numbers = b64encode(_little_endian(numbers)).decode()
+            else:
+                numbers = list(numbers)
+            return {"object": "embedding", "index": index, "embedding": numbers}
+
+        data = [partial(entry, *each) for each in enumerate(embedded.vectors)]
+        return await self._answer({"object": "list", "data": data}, embedded)
+
+    async def embed(self, http: HttpRequest) -> Response:
+        """Embed texts, in TEI's form."""
+        body = await self._body(http, fields.EmbedBody)
+        embedded = await self._embedded(http, self._prompted(body, body.inputs), body)
+        if body.normalize is False:
+            rows = (list(vector[: body.dimensions]) for vector in embedded.vectors)
+        else:
+            rows = (list(normalised(vector, body.dimensions)) for vector in embedded.vectors)
+        return await self.answers.json_answers.response(rows)
+
+    async def embedding(self, http: HttpRequest) -> Response:
+        """Embed texts, in llama.cpp's form."""
+        body = await self._body(http, fields.EmbeddingBody)
+        embedded = await self._embedded(http, body.content, body)
+        shown = list if body.embd_normalize == -1 else normalised
+        rows = (
+            {"index": index, "embedding": [list(shown(vector))]}
+            for index, vector in enumerate(embedded.vectors)
+        )
+        return await self.answers.json_answers.response(rows)
+
+    async def rerank(self, http: HttpRequest) -> Response:
+        """Sort documents by how relevant they are to a query.
+
+        By the cosine of embeddings, with the model's prompts for queries and documents where it has
+        such; a model that classifies with one label scores each pair.
+        """
+        body = await self._body(http, fields.RerankBody)
+        texts = [each if isinstance(each, str) else each.text for each in body.documents]
+        labels = self.generation.ready.labels
+        if len(labels) > 1:
+            raise InvalidRequest(
+                f"this model classifies texts into {len(labels)} labels; only one with a single "
+                "label tells how relevant a document is"
+            )
+        if labels:
+            embedded = await self._embedded(http, texts, body, CLASSIFIES, body.query)
+            scores = [self._likely(vector)[0] for vector in embedded.vectors]
+        else:
+            query = self._prompts.get("Reranking") or self._prompts.get("query", "")
+            document = self._prompts.get("document", "")
+            asked = [query + body.query, *(document + text for text in texts)]
+            embedded = await self._embedded(http, asked, body)
+            first, *others = embedded.vectors
+            first, scores = normalised(first), []
+            for other in others:
+                scores.append(cosine(first, normalised(other)))
+                if len(scores) % IN_A_TURN == 0:
+                    await asyncio.sleep(0)
+        order = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n]
+        results = [
+            {"index": index, "relevance_score": scores[index]}
+            | ({"document": {"text": texts[index]}} if body.return_documents else {})
+            for index in order
+        ]
+        return await self._answer({"results": results}, embedded)
+
+    async def classify(self, http: HttpRequest) -> Response:
+        """Classify texts, in vLLM's form.
+
+        With the labels of the checkpoint, which must be one for classification.
+        """
+        body = await self._body(http, fields.ClassifyBody)
+        embedded = await self._embedded(http, body.input, body, CLASSIFIES)
+        labels = self.generation.ready.labels
+
+        def entry(index: int, vector: Vector) -> dict[str, Any]:
+            likely = self._likely(vector)
+            best = max(range(len(labels)), key=likely.__getitem__)
+            facts = {"label": labels[best], "probs": likely, "num_classes": len(labels)}
+            return {"index": index} | facts
+
+        data = [partial(entry, *each) for each in enumerate(embedded.vectors)]
+        return await self._answer({"object": "list", "data": data}, embedded)
+
+    def _likely(self, logits: Vector) -> list[float]:
+        """The probability of each label, or what a regression gives."""
+        scores = self.generation.ready.scores
+        if scores == "softmax":
+            return _softmax(logits)
+        return [_sigmoid(x) for x in logits] if scores == "sigmoid" else list(logits)
+
+    async def _body(self, http: HttpRequest, schema: type[Named]) -> Named:
+        body = await self.read(http, schema)
+        self.check_model(body, http)
+        return body
+
+    def _prompted(self, body: fields.VectorBody, given: Sequence[Given]) -> Sequence[Given]:
+        """The texts after the prompt that the body names, else the model's default if it has
+        one.
+        """
+        name = str(self._default if body.prompt_name is None else body.prompt_name)
+        if body.prompt_name is None and not (name in self._prompts and isinstance(given[0], str)):
+            return given
+        prompt = self._prompts.get(name)
+        if prompt is None:
+            names = ", ".join(sorted(self._prompts)) or "none"
+            raise InvalidRequest(
+                f"`prompt_name` {name[:64]!r} is no prompt of this model, which has: {names}",
+                param="prompt_name",
+            )
+        texts = [prompt + text for text in given if isinstance(text, str)]
+        if len(texts) < len(given):
+            raise InvalidRequest("`prompt_name` goes with texts, not with token ids")
+        return texts
+
+    async def _embedded(
+        self,
+        http: HttpRequest,
+        given: Sequence[Given],
+        body: fields.NamedBody,
+        wanted: str = EMBEDS,
+        query: str | None = None,
+    ) -> Embedded:
+        made = embed(
+            self.generation,
+            given,
+            exchange_of(http).reserved,
+            wanted=wanted,
+            dimensions=body.dimensions if isinstance(body, fields.VectorBody) else None,
+            truncate=bool(body.truncate),
+            query=query,
+        )
+        return await unless_disconnected(http, made)
+
+    async def _answer(self, value: dict[str, Any], embedded: Embedded) -> Response:
+        usage = {"prompt_tokens": embedded.num_tokens, "total_tokens": embedded.num_tokens}
+        whole = value | {"model": self.names.shown, "usage": usage}
+        return await self.answers.json_answers.response(whole)
+
+
+def _little_endian(numbers: Vector) -> bytes:
+    if sys.byteorder == "big":
+        numbers = numbers[:]
+        numbers.byteswap()
+    return numbers.tobytes()
+
+
+def _sigmoid(x: float) -> float:
+    return 1.0 / (1.0 + exp(-x)) if x >= 0 else exp(x) / (1.0 + exp(x))
+
+
+def _softmax(logits: Sequence[float]) -> list[float]:
+    most = max(logits)
+    weights = [exp(x - most) for x in logits]
+    total = sum(weights)
+    return [weight / total for weight in weights]
