@@ -21,6 +21,8 @@ import sys
 import time
 import venv
 import zipfile
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -85,7 +87,7 @@ def weights(cache: Path) -> Path:
 def environment(cache: Path) -> Path:
     """The Python of an environment with sentence-transformers, beside this one's packages."""
     python = cache / "sentences" / "bin" / "python"
-    if not python.exists():
+    if not [*python.parents[1].glob("lib/python*/site-packages/sentence_transformers")]:
         venv.create(cache / "sentences", with_pip=True, system_site_packages=True)
         (site,) = (cache / "sentences" / "lib").glob("python*/site-packages")
         (site / "beside.pth").write_text(f"{Path(np.__file__).parents[1]}\n")
@@ -161,85 +163,93 @@ def main() -> int:
     parser.add_argument("--texts", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
+    for name, value in vars(options).items():
+        if isinstance(
+            value, Path
+        ):  # Peers run elsewhere. A link stays one: it names an environment.
+            setattr(options, name, value.absolute())
     options.cache.mkdir(parents=True, exist_ok=True)
     options.output.mkdir(parents=True, exist_ok=True)
     folder = options.folder or weights(options.cache)
     python = options.sentences or environment(options.cache)
     codec = TextCodec(folder)
     texts = texts_of(codec, options.texts, 2048)
-    timed = texts[:TIMED_TEXTS]
+    timed, saved = texts[:TIMED_TEXTS], options.output / "sentences.npy"
     peer = [python, SENTENCES, folder]
-    saved = options.output / "sentences.npy"
     asked(peer, {"texts": texts, "batches": [8]}, saved)
-    theirs, checks, found = np.load(saved), list[Check](), dict[str, Any]()
-    speeds: dict[str, list[float]] = {form: [] for form in FORMS}
+    checks, forms = list[Check](), dict[str, Any]()
     for form in FORMS:
-        served = Served(folder, form)
-        ours = served.vectors(texts)
-        used = usage(served.server.engine_pid)
-        likeness = cosines(ours, theirs)
-        found[form] = {
-            "least cosine": float(likeness.min()),
-            "mean cosine": float(likeness.mean()),
-            "MB": (used.rss if used else 0) // 10**6,
-        }
-        if form == "float32":
-            checks.append(
-                Check(
-                    f"cosine to sentence-transformers', {len(texts)} texts: {LEAST_COSINE}",
-                    float(likeness.min()) >= LEAST_COSINE,
-                    f"{likeness.min():.9f}",
-                )
-            )
-            (query,) = served.vectors([QUERY], prompt_name="query")
-            near = served.vectors([*DOCUMENTS], prompt_name="document") @ query
-            card = np.array([*DOCUMENTS.values()])
-            checks.append(
-                Check(
-                    "the model card's similarities, within 0.0005",
-                    bool(np.abs(near - card).max() < 0.0005),
-                    ", ".join(f"{each:.4f}" for each in near),
-                )
-            )
-            alone = np.concatenate([served.vectors([text]) for text in timed])
-            checks.append(
-                Check(
-                    "the same bits alone and with others",
-                    np.array_equal(alone, ours[: len(timed)]),
-                    f"{len(timed)} texts",
-                )
-            )
-        speeds[form] += [served.speed(timed) for _ in range(options.rounds)]
-        served.close()
-    others: dict[str, list[float]] = {"sentence-transformers": [], "llama.cpp F32": []}
-    file = options.output / "embeddinggemma.gguf"
+        with closing(Served(folder, form)) as served:
+            forms[form] = of_form(served, texts, np.load(saved), options.rounds)
+            if form == "float32":
+                checks += exact(served, timed, forms[form])
+    peers: dict[str, Callable[[], float]] = {
+        "sentence-transformers": lambda: max(
+            asked(peer, {"texts": timed, "batches": [1, 8, 32]}, saved).values()
+        )
+    }
     if options.llama_cpp:
+        file = options.output / "embeddinggemma.gguf"
         write_gguf(folder, file)
-    served, again = Served(folder, "float32"), list[float]()
-    for _ in range(options.rounds):
-        again.append(served.speed(timed))
-        by_size = asked(peer, {"texts": timed, "batches": [1, 8, 32]}, saved)
-        others["sentence-transformers"].append(max(by_size.values()))
-        if options.llama_cpp:
-            ids = [codec.encode(text) for text in timed]
-            answer = asked([options.llama_cpp, PEER, file], {"do": "embed", "texts": ids})
-            others["llama.cpp F32"].append(answer["speed"])
-            likeness = cosines(np.array(answer["vectors"]), theirs[: len(timed)])
-            found["llama.cpp F32"] = {"least cosine": float(likeness.min())}
-    served.close()
-    for name, theirs_per_second in others.items():
-        if theirs_per_second:
-            ratio = float(np.median([a / b for a, b in zip(again, theirs_per_second, strict=True)]))
-            checks.append(
-                Check(
-                    f"texts a second, to {name}: {LEAST_RATIO}",
-                    ratio >= LEAST_RATIO,
-                    f"{ratio:.2f}",
-                )
-            )
-    result = {"found": found, "texts a second": speeds | others | {"float32, in turns": again}}
+        request = {"do": "embed", "texts": [codec.encode(text) for text in timed]}
+        theirs = [options.llama_cpp, PEER, file]
+        peers["llama.cpp F32"] = lambda: float(asked(theirs, request)["speed"])
+    with closing(Served(folder, "float32")) as served:
+        speeds = in_turns({"onehead": lambda: served.speed(timed)} | peers, options.rounds)
+    for name in peers:
+        ratio = float(np.median(np.array(speeds["onehead"]) / np.array(speeds[name])))
+        what = f"texts a second, to {name}: {LEAST_RATIO}"
+        checks.append(Check(what, ratio >= LEAST_RATIO, f"{ratio:.2f}"))
+    result = {"forms": forms, "texts a second, in turns": speeds}
     print(json.dumps(result, indent=1))
     return conclude("embeddings", options.output, {"folder": str(folder)}, result, checks)
+
+
+def of_form(served: Served, texts: list[str], theirs: Any, rounds: int) -> dict[str, Any]:
+    """How near the vectors are to sentence-transformers', texts a second, and memory."""
+    likeness = cosines(served.vectors(texts), theirs)
+    used = usage(served.server.engine_pid)
+    return {
+        "least cosine": float(likeness.min()),
+        "mean cosine": float(likeness.mean()),
+        "MB": (used.rss if used else 0) // 10**6,
+        "texts a second": [served.speed(texts[:TIMED_TEXTS]) for _ in range(rounds)],
+    }
+
+
+def exact(served: Served, timed: list[str], found: dict[str, Any]) -> list[Check]:
+    """What has to hold of float32."""
+    (query,) = served.vectors([QUERY], prompt_name="query")
+    near = served.vectors([*DOCUMENTS], prompt_name="document") @ query
+    away = float(np.abs(near - np.array([*DOCUMENTS.values()])).max())
+    alone = np.concatenate([served.vectors([text]) for text in timed])
+    least = found["least cosine"]
+    return [
+        Check(
+            f"cosine to sentence-transformers': {LEAST_COSINE}",
+            least >= LEAST_COSINE,
+            f"{least:.9f}",
+        ),
+        Check(
+            "the model card's similarities, within 0.0005",
+            away < 0.0005,
+            ", ".join(f"{each:.4f}" for each in near),
+        ),
+        Check(
+            "the same bits alone and with others",
+            np.array_equal(alone, served.vectors(timed)),
+            f"{len(timed)} texts",
+        ),
+    ]
+
+
+def in_turns(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """The speeds of all sides, one after another in each round."""
+    speeds: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, measure in sides.items():
+            speeds[name].append(measure())
+    return speeds
 
 
 sys.exit(main())

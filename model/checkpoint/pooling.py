@@ -133,8 +133,10 @@ def _classification(config: Config, hidden_size: int) -> Pooling:
         if not labels or not all(isinstance(label, str) for label in labels):
             raise config.wrong("id2label", 'names by "0", "1" and so on')
     problem = config.get("problem_type") or ONE_OF[len(labels) > 1]
-    if problem not in PROBLEMS:
+    if not isinstance(problem, str) or problem not in PROBLEMS:
         raise config.wrong("problem_type", f"one of {', '.join(PROBLEMS)}")
+    if problem == ONE_OF[1] and len(labels) == 1:
+        problem = ONE_OF[0]  # One of one would be certain.
     layers = (PooledLayer("score", hidden_size, len(labels)),)
     return Pooling("last", layers, tuple(labels), PROBLEMS[problem])
 

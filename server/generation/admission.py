@@ -60,9 +60,8 @@ class Reservation:
         """The id and the time of a reply in OpenAI's dialect."""
         self.restored = Restored()
         """Where an earlier server had the request: what it generated."""
-        self.is_held = False
-        """Whether it stays open until its answer has ended, while sequences are submitted one
-        after another; those that follow are not checked again."""
+        self.is_admitted = False
+        """Whether sequences of it were submitted: those that follow need only an engine."""
         self._admission = admission
         self._is_counted = True
         self.key = key
@@ -71,11 +70,16 @@ class Reservation:
         if key is not None:
             admission.keys_in_use.add((caller, key))
 
-    def hold(self) -> None:
-        """From now on the request counts as one open sequence, besides those it has."""
-        if not self.is_held:
-            self._admission.num_held += 1
-            self.is_held = True
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within it the request counts as one open sequence, besides those it has."""
+        self._admission.num_held += 1
+        self.usage.num_reserved += 1
+        try:
+            yield
+        finally:
+            self._admission.num_held -= 1
+            self.usage.num_reserved -= 1
 
     def release(self) -> None:
         """Stops counting the request as open until its sequences are submitted. Idempotent."""
@@ -87,8 +91,6 @@ class Reservation:
     def close(self) -> None:
         """Ends the request: releases it, and its Idempotency-Key. Idempotent."""
         self.release()
-        self._admission.num_held -= self.is_held
-        self.is_held = False
         if self.key is not None:
             self._admission.keys_in_use.discard((self.caller, self.key))
             self.key = None
@@ -221,16 +223,7 @@ class Admission:
         return min(most, usage.terms.max_waiting + (usage.terms.max_running or self.max_running))
 
     def _check(self, usage: Usage, num_sequences: int, num_tokens: int) -> None:
-        if self.draining or self.supervisor.state not in LIVE:
-            raise Unavailable(
-                "the server is shutting down",
-                retry_after=RETRY_SECONDS,
-                code="server_shutting_down",
-            )
-        if self.supervisor.recovery_overdue:
-            raise Unavailable(
-                self.supervisor.absence, retry_after=RETRY_SECONDS, code="engine_unavailable"
-            )
+        self.check_engine(self.draining)
         num_open = self.num_open + self.num_reserved
         if num_open + num_sequences > self.max_open:
             raise self._overloaded(
@@ -264,6 +257,19 @@ class Admission:
                 f"the estimated queue wait is {seconds:.0f} s, and at most "
                 f"{self.max_queue_seconds:g} s are allowed",
                 code="queue_too_long",
+            )
+
+    def check_engine(self, draining: bool = False) -> None:
+        """Raises Unavailable where no engine will compute what is submitted now."""
+        if draining or self.supervisor.state not in LIVE:
+            raise Unavailable(
+                "the server is shutting down",
+                retry_after=RETRY_SECONDS,
+                code="server_shutting_down",
+            )
+        if self.supervisor.recovery_overdue:
+            raise Unavailable(
+                self.supervisor.absence, retry_after=RETRY_SECONDS, code="engine_unavailable"
             )
 
     def _check_rates(self, usage: Usage, is_new: bool) -> None:

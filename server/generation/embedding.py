@@ -6,6 +6,7 @@ it. It knows no HTTP.
 
 from array import array
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from math import sqrt
 from typing import TypeAlias
@@ -54,22 +55,21 @@ async def embed(
             f"`dimensions` must be at most the {size} of this model. Given: {dimensions}",
             param="dimensions",
         )
-    most = reservation.terms.max_running or generation.client.admission.max_running
+    most = generation.client.admission.max_running
+    most = min(reservation.terms.max_running or most, most)
     most = min(most, max(1, MAX_SENT_IDS // generation.max_total_tokens))
     found, num_tokens = list[Vector](), 0
-    for first in range(0, len(given), most):
-        prompts = await _prompts(
-            generation, given[first : first + most], reservation, truncate, query
-        )
-        num_tokens += sum(map(len, prompts))
-        requests = [Request(prompt, Sampling(), wanted=wanted) for prompt in prompts]
-        streams = generation.start(requests, reservation)
-        reservation.hold()
-        try:
-            vectors = {piece.choice: array("f", piece.vector) async for piece in streams}
-        finally:
-            streams.close()
-        found += [vectors[index] for index in range(len(prompts))]
+    with ExitStack() as held:
+        for first in range(0, len(given), most):
+            part = given[first : first + most]
+            prompts = await _prompts(generation, part, reservation, truncate, query)
+            num_tokens += sum(map(len, prompts))
+            requests = [Request(prompt, Sampling(), wanted=wanted) for prompt in prompts]
+            with closing(generation.start(requests, reservation)) as streams:
+                if not first:
+                    held.enter_context(reservation.held())
+                vectors = {piece.choice: array("f", piece.vector) async for piece in streams}
+            found += [vectors[index] for index in range(len(prompts))]
     return Embedded(found, num_tokens)
 
 
@@ -96,10 +96,10 @@ async def _prompts(
 
 def _cut(generation: Generation, ids: list[int]) -> list[int]:
     """A text's ids, of which those that the tokenizer puts at its end stay there."""
-    most, closing = generation.max_total_tokens, generation.codec.closing
+    most, ends = generation.max_total_tokens, generation.codec.closing
     if len(ids) <= most:
         return ids
-    return ids[: most - len(closing)] + closing if len(closing) < most else ids[:most]
+    return ids[: most - len(ends)] + ends if len(ends) < most else ids[:most]
 
 
 def normalised(vector: Vector, dimensions: int | None = None) -> Vector:

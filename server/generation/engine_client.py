@@ -99,10 +99,13 @@ class EngineClient:
         event, those of an earlier server first. Raises InvalidRequest, Overloaded or Unavailable.
         """
         reservation.release()  # From here on the supervisor counts the submitted sequences.
-        if not reservation.is_held:
+        if reservation.is_admitted:
+            self.admission.check_engine()
+        else:
             self.admission.check(
                 reservation.usage, len(submits), sum(choice.num_prompt for choice in choices)
             )
+            reservation.is_admitted = True
         self.metrics.prompt_tokens.inc(prompt_tokens(choices))
         known: list[list[protocol.Token]] = [[] for _ in choices]
         for index, token in reservation.restored.tokens:

@@ -127,7 +127,7 @@ class EmbeddingRoutes(Handlers):
                 scores.append(cosine(first, normalised(other)))
                 if len(scores) % IN_A_TURN == 0:
                     await asyncio.sleep(0)
-        order = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n]
+        order = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n or None]
         results = [
             {"index": index, "relevance_score": scores[index]}
             | ({"document": {"text": texts[index]}} if body.return_documents else {})

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from server.http import fields
 from server.http.fields import Body
@@ -65,7 +65,7 @@ class EmbedBody(VectorBody):
 class EmbeddingBody(NamedBody):
     """The body of POST /embedding and /embeddings, in llama.cpp's form."""
 
-    content: Inputs
+    content: Inputs = Field(validation_alias=AliasChoices("content", "input"))
     """A text, or its token ids; or a list of up to 2048 of them."""
     embd_normalize: Literal[-1, 2] | None = None
     """2: embeddings are divided by their Euclidean norm; -1: they are not. Default: 2."""
@@ -87,8 +87,8 @@ class RerankBody(NamedBody):
         list[fields.Text | Document], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)
     ]
     """The texts to sort, 1 to 2048."""
-    top_n: fields.Positive | None = None
-    """Return only this many documents, the most relevant ones. Default: all."""
+    top_n: fields.Count | None = None
+    """Return only this many documents, the most relevant ones. Default: 0, all."""
     return_documents: bool | None = None
     """Whether results have the documents' texts. Default: false."""
 
