@@ -145,6 +145,15 @@ STATUS_BYTES = 4
 """Bytes of an engine's exit status as its holder tells it, negative for the number of a signal."""
 
 
+class Classes(Part, frozen=True):
+    """What a model tells apart. `scores`: what makes probabilities of the logits of these labels:
+    softmax, sigmoid or none.
+    """
+
+    labels: tuple[str, ...]
+    scores: str
+
+
 class Ready(Message, frozen=True):
     """The engine is loaded. The fields describe it to clients and operators."""
 
@@ -191,10 +200,8 @@ class Ready(Message, frozen=True):
     """CUDA graphs of captured steps."""
     vector_size: int = 0
     """Numbers of the vector that is made of a prompt; 0 where tokens are drawn."""
-    labels: tuple[str, ...] = ()
-    """What these numbers are logits of; empty where the vector is an embedding."""
-    scores: str = ""
-    """What makes probabilities of these logits: softmax, sigmoid or none."""
+    classes: Classes | None = None
+    """What these numbers are logits of; None where the vector is an embedding."""
     pid: int = 0
     """The process id of the engine."""
 

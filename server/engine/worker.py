@@ -107,8 +107,9 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
         device_memory=runner.device.own_memory(),
         num_graphs=runner.num_graphs,
         vector_size=pooling.size(spec.hidden_size) if pooling else 0,
-        labels=pooling.labels if pooling else (),
-        scores=pooling.scores if pooling else "",
+        classes=protocol.Classes(pooling.labels, pooling.scores)
+        if pooling and pooling.labels
+        else None,
     )
     drafts = make_drafts(runner)
     return EngineCore(_scheduler(start, limits, runner, ready, drafts), runner), ready

@@ -187,7 +187,7 @@ class Generation:
         """Raises InvalidRequest unless the model does this: GENERATES, EMBEDS or CLASSIFIES."""
         does = GENERATES
         if self.ready.vector_size:
-            does = CLASSIFIES if self.ready.labels else EMBEDS
+            does = CLASSIFIES if self.ready.classes else EMBEDS
         if wanted != does:
             raise InvalidRequest(f"this model does not support {wanted}: it {DOES[does]}")
 

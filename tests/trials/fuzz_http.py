@@ -38,6 +38,7 @@ from hypothesis.strategies import SearchStrategy
 
 from server.http.anthropic.fields import CountBody, MessagesBody
 from server.http.decisions.fields import DecisionBody, DecisionQuestion, SystemBody, SystemQuestion
+from server.http.embeddings import fields as vectors
 from server.http.llama_cpp.fields import InfillBody, LlamaCppCompletionBody
 from server.http.mistral.fim import FimBody
 from server.http.ollama import fields as ollama
@@ -89,6 +90,10 @@ FIELDS |= {
 FIELDS |= {"/api/generate": ollama.GenerateBody, "/api/chat": ollama.ChatBody}
 FIELDS |= {"/v1/messages": MessagesBody, "/v1/messages/count_tokens": CountBody}
 FIELDS["/v1/responses"] = ResponsesBody
+FIELDS |= {"/api/embed": ollama.EmbedBody, "/api/embeddings": ollama.EmbeddingBody}
+FIELDS |= {"/v1/embeddings": vectors.EmbeddingsBody, "/embed": vectors.EmbedBody}
+FIELDS |= {"/embedding": vectors.EmbeddingBody, "/v1/rerank": vectors.RerankBody}
+FIELDS["/classify"] = vectors.ClassifyBody
 FIELDS |= {"/api/show": ollama.ShowBody, "/api/pull": ollama.PullBody}
 REQUIRED: dict[str, dict[str, Any]] = {
     path: {"inputs": "def f", "parameters": {"max_new_tokens": 4}} for path in list(FIELDS)[:3]
@@ -115,7 +120,10 @@ REQUIRED |= {"/api/chat": REQUIRED["/v1/chat/completions"] | {"options": {"num_p
 REQUIRED |= {"/v1/messages": REQUIRED["/v1/chat/completions"] | {"max_tokens": 4}}
 REQUIRED |= {"/v1/messages/count_tokens": REQUIRED["/v1/chat/completions"]}
 REQUIRED["/v1/responses"] = {"input": "a", "max_output_tokens": 4}
-REQUIRED |= {"/api/show": {}, "/api/pull": {}}
+REQUIRED |= {"/api/show": {}, "/api/pull": {}, "/api/embeddings": {"prompt": "a"}}
+REQUIRED |= {path: {"input": "a"} for path in ("/v1/embeddings", "/classify", "/api/embed")}
+REQUIRED |= {"/embed": {"inputs": "a"}, "/embedding": {"content": "a"}}
+REQUIRED["/v1/rerank"] = {"query": "a", "documents": ["b"]}
 REQUIRED |= {
     "/v1/fim/completions": {"prompt": "def f", "suffix": "x"},
     "/fim/completions": {"prompt": "def f"},

@@ -22,6 +22,7 @@ from server.http.embeddings import fields
 from server.http.exchange import Dialect, exchange_of
 from server.http.handlers import Context, Handlers
 from server.http.routes import Route
+from server.protocol import Classes
 
 BODIES = ()
 PROMPTS = "config_sentence_transformers.json"
@@ -107,15 +108,15 @@ class EmbeddingRoutes(Handlers):
         """
         body = await self._body(http, fields.RerankBody)
         texts = [each if isinstance(each, str) else each.text for each in body.documents]
-        labels = self.generation.ready.labels
-        if len(labels) > 1:
+        classes = self.generation.ready.classes
+        if classes and len(classes.labels) > 1:
             raise InvalidRequest(
-                f"this model classifies texts into {len(labels)} labels; only one with a single "
-                "label tells how relevant a document is"
+                f"this model classifies texts into {len(classes.labels)} labels; only one with a "
+                "single label tells how relevant a document is"
             )
-        if labels:
+        if classes:
             embedded = await self._embedded(http, texts, body, CLASSIFIES, body.query)
-            scores = [self._likely(vector)[0] for vector in embedded.vectors]
+            scores = [_likely(classes, vector)[0] for vector in embedded.vectors]
         else:
             query = self._prompts.get("Reranking") or self._prompts.get("query", "")
             document = self._prompts.get("document", "")
@@ -142,23 +143,17 @@ class EmbeddingRoutes(Handlers):
         """
         body = await self._body(http, fields.ClassifyBody)
         embedded = await self._embedded(http, body.input, body, CLASSIFIES)
-        labels = self.generation.ready.labels
+        classes = self.generation.ready.classes
+        assert classes is not None, "it was asked for classes"
 
         def entry(index: int, vector: Vector) -> dict[str, Any]:
-            likely = self._likely(vector)
-            best = max(range(len(labels)), key=likely.__getitem__)
-            facts = {"label": labels[best], "probs": likely, "num_classes": len(labels)}
+            likely = _likely(classes, vector)
+            best = classes.labels[likely.index(max(likely))]
+            facts = {"label": best, "probs": likely, "num_classes": len(likely)}
             return {"index": index} | facts
 
         data = [partial(entry, *each) for each in enumerate(embedded.vectors)]
         return await self._answer({"object": "list", "data": data}, embedded)
-
-    def _likely(self, logits: Vector) -> list[float]:
-        """The probability of each label, or what a regression gives."""
-        scores = self.generation.ready.scores
-        if scores == "softmax":
-            return _softmax(logits)
-        return [_sigmoid(x) for x in logits] if scores == "sigmoid" else list(logits)
 
     async def _body(self, http: HttpRequest, schema: type[Named]) -> Named:
         body = await self.read(http, schema)
@@ -214,6 +209,13 @@ def _little_endian(numbers: Vector) -> bytes:
         numbers = numbers[:]
         numbers.byteswap()
     return numbers.tobytes()
+
+
+def _likely(classes: Classes, logits: Vector) -> list[float]:
+    """The probability of each label, or what a regression gives."""
+    if classes.scores == "softmax":
+        return _softmax(logits)
+    return [_sigmoid(x) for x in logits] if classes.scores == "sigmoid" else list(logits)
 
 
 def _sigmoid(x: float) -> float:

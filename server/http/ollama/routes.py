@@ -153,7 +153,7 @@ class OllamaRoutes(Handlers):
         chats, family = files.chat_template is not None, ready.model_type
         abilities = {
             "completion": not ready.vector_size,
-            "embedding": ready.vector_size > 0 and not ready.labels,
+            "embedding": ready.vector_size > 0 and ready.classes is None,
             "tools": chats and self.generation.texts.texts.calls.form is not None,
             "insert": can_fill(self.generation),
             "thinking": chats and can_think(self.generation),
