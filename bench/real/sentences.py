@@ -4,7 +4,7 @@ of texts and how long they take.
     python bench/real/sentences.py FOLDER REQUEST.json VECTORS.npy
 
 REQUEST is one JSON object: `texts`, `threads`, and the sizes of `batches`, each of which is timed.
-Texts of a second each are printed as one JSON object by the size; the vectors are of the last.
+Prints one JSON object, texts a second by size, and writes the vectors that the last size gave.
 """
 
 import json
