@@ -104,39 +104,16 @@ def write(folder: Path, config: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3}
+ONE_HEAD = SIZES | {"num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 80}
+BIGCODE = {"n_embd": 48, "n_layer": 2, "n_head": 3, "n_positions": CONTEXT}
 CLASSIFIERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt_bigcode": (
-        "GPTBigCode",
-        {"n_embd": 48, "n_layer": 2, "n_head": 3, "n_positions": CONTEXT},
-    ),
-    "falcon": (
-        "Falcon",
-        {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "alibi": False},
-    ),
-    "llama": (
-        "Llama",
-        {
-            "hidden_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 3,
-            "num_key_value_heads": 1,
-            "head_dim": 16,
-            "intermediate_size": 80,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "gemma": (
-        "Gemma",
-        {
-            "hidden_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 3,
-            "num_key_value_heads": 1,
-            "head_dim": 16,
-            "intermediate_size": 80,
-        },
-    ),
+    "gpt_bigcode": ("GPTBigCode", BIGCODE),
+    "falcon": ("Falcon", SIZES | {"alibi": False}),
+    "llama": ("Llama", ONE_HEAD | {"tie_word_embeddings": False}),
+    "gemma": ("Gemma", ONE_HEAD),
 }
+"""Family -> the beginning of its classes' names in `transformers`, and sizes."""
 
 
 def make_classifier(family: str, folder: Path, labels: tuple[str, ...]) -> Any:

@@ -71,10 +71,9 @@ def config_of(gguf: GGUF) -> dict[str, Any]:
     general.only("general.quantization_version", 2, why="expected 2; convert the model again")
     metadata = Metadata(gguf)
     embeds = architecture_of(gguf) == EMBEDS
+    others = {"attention.causal": "0", "pooling_type": "1"} if embeds else {}
     for key, neutral in zip(_NEUTRAL.split()[::2], _NEUTRAL.split()[1::2], strict=True):
-        neutral = (
-            {"attention.causal": "0", "pooling_type": "1"}.get(key, neutral) if embeds else neutral
-        )
+        neutral = others.get(key, neutral)
         if (value := metadata.get(key)) is not None and value != int(neutral):
             raise metadata.wrong(key, f"{neutral}: onehead serves no other")
     if EMBEDDING not in metadata.tensors:
@@ -203,10 +202,9 @@ def _gemma_embedding(metadata: Metadata) -> dict[str, Any]:
             f"{metadata.path}: missing tensor {missing[0]}: its vectors would not be those of the "
             "published model; convert it with --sentence-transformers-dense-modules"
         )
-    keys = [key for each in IN_FILE_LAYERS.values() for key in each]
     return _gemma3(metadata) | {
         "use_bidirectional_attention": True,
-        IN_FILE: {key: metadata.integer(key) for key in keys},
+        IN_FILE: {key: metadata.integer(key) for keys in IN_FILE_LAYERS.values() for key in keys},
     }
 
 
