@@ -209,6 +209,8 @@ class Connection(HttpToolsProtocol):
 
     def _check_head(self) -> None:
         """Raises _Refused for a well-formed head that this server does not accept."""
+        if self.parser.get_method() == b"CONNECT":  # To the parser, another protocol begins here.
+            self._reject(405, "method_not_allowed", "this server is no proxy: it takes no CONNECT")
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
             self._reject(431, "headers_too_large", self._largest_head())

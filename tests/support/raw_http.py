@@ -95,7 +95,7 @@ UNSAFE = re.compile(
 
 
 def error_problem(reply: Reply, openai: bool | None = None) -> str | None:
-    """The problem with an error body, of one dialect or (if `openai` is None) of either; None if
+    """The problem with an error body, of one dialect or (if `openai` is None) of any; None if
     there is none.
     """
     try:
@@ -103,7 +103,10 @@ def error_problem(reply: Reply, openai: bool | None = None) -> str | None:
     except ValueError:
         return "an error that is not JSON"
     error = body.get("error") if isinstance(body, dict) else None
-    if isinstance(error, dict) and openai is not False:
+    if isinstance(error, dict) and openai is None and body.get("type") == "error":
+        fits = set(body) == {"type", "error"} and set(error) == {"type", "message"}
+        message = error.get("message")
+    elif isinstance(error, dict) and openai is not False:
         fits = (
             set(body) == {"error"}
             and set(error) == {"message", "type", "param", "code"}
@@ -111,11 +114,9 @@ def error_problem(reply: Reply, openai: bool | None = None) -> str | None:
         )
         message = error["message"]
     else:
-        fits = (
-            openai is not True
-            and isinstance(body, dict)
-            and set(body) == ({"error"} | (set() if reply.status in (404, 405) else {"error_type"}))
-        )
+        plain, typed = {"error"}, {"error", "error_type"}  # Ollama's is always plain.
+        forms = [plain] if reply.status in (404, 405) else [typed, plain][: 1 + (openai is None)]
+        fits = openai is not True and isinstance(body, dict) and set(body) in forms
         message = error
     if not fits or not isinstance(message, str) or not message:
         return "an error of another shape"

@@ -99,7 +99,7 @@ class OllamaRoutes(Handlers):
         try:
             resolved = self.names.resolve(given)
         except NotFound:
-            raise NotFound(f"model {given!r} not found", code="model_not_found") from None
+            raise NotFound(f"model {given!a} not found", code="model_not_found") from None
         return given or resolved
 
     async def version(self) -> Response:

@@ -102,6 +102,8 @@ HTTP: list[tuple[str, str, str, int]] = [
     ("B35", "two lengths", LINE + "content-length: 5\r\n" + FRAMED, 400),
     ("B35", "two lengths in one", LINE + JSON + "content-length: 5, 5\r\n\r\n{body}", 400),
     ("B61", "a lower-case method", "post {path} HTTP/1.1\r\nhost: localhost\r\n" + FRAMED, 400),
+    ("B61", "a proxy's method", "CONNECT {path} HTTP/1.1\r\nhost: localhost\r\n" + FRAMED, 405),
+    ("B61", "an authority", "CONNECT a.example:443 HTTP/1.1\r\nhost: a.example\r\n\r\n", 405),
     ("B61", "an unknown method", "NONSENSE {path} HTTP/1.1\r\nhost: localhost\r\n" + FRAMED, 400),
     ("B62", "length and chunks", LINE + "transfer-encoding: chunked\r\n" + FRAMED, 400),
     (
