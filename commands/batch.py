@@ -42,8 +42,7 @@ from server.generation.engine_client import EngineClient
 from server.generation.generation import Generation
 from server.http.answer import Answers
 from server.http.body import parse
-from server.http.errors import error_body, error_status
-from server.http.exchange import Dialect
+from server.http.errors import OPENAI
 from server.http.handlers import Context
 from server.http.model_names import ModelNames
 from server.http.openai.routes import OpenAIRoutes
@@ -321,7 +320,7 @@ async def answer(routes: OpenAIRoutes, client: EngineClient, line: Line) -> dict
             await asyncio.sleep(error.retry_after or 1)
             continue
         except RequestError as error:
-            status, body = error_status(error, Dialect.OPENAI), error_body(error, Dialect.OPENAI)
+            status, body = OPENAI.status(error), OPENAI.body(error)
         response = {"status_code": status, "request_id": uuid.uuid4().hex, "body": body}
         return {"id": line.id, "custom_id": line.custom_id, "response": response, "error": None}
 

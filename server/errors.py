@@ -120,6 +120,17 @@ class BadSize(InvalidRequest):
     """
 
 
+class TooLongPrompt(BadSize):
+    """A prompt that the context does not hold: its tokens, or at least so many, and the most that
+    one may have.
+    """
+
+    def __init__(self, message: str, num_tokens: int, most: int) -> None:
+        super().__init__(message, param="inputs", code="context_length_exceeded")
+        self.num_tokens = num_tokens
+        self.most = most
+
+
 class NotFound(RequestError):
     status, tgi_type, openai_type = 404, None, "NotFoundError"
 

@@ -1,9 +1,10 @@
-"""Recorded requests of editors (tests/clients/editors.json) are answered with 200 and the fields
-that the editors read.
+"""Recorded requests of editors and agents (tests/clients/editors.json) are answered with 200 and
+the fields that these read.
 
 A record says the client, its version or commit, and the file in which its request and what it reads
 were found. `added` names fields of the body that the client does not send, which keep the answer
-short. `ends` is the field by which the client knows the last event of a stream.
+short. `ends` is the field by which the client knows the last event of a stream, `last` what the
+last event has. `chats`: it needs a model with a chat template of its own.
 """
 
 import json
@@ -42,27 +43,33 @@ def check(record: dict[str, Any], answer: Any) -> None:
 @pytest.mark.parametrize(
     "record", RECORDS, ids=lambda record: f"{record['client']} {record['path']}"
 )
-def test_the_request_of_an_editor(embedded_server: ServerProcess, record: dict[str, Any]) -> None:
+def test_the_request_of_an_editor(request: pytest.FixtureRequest, record: dict[str, Any]) -> None:
+    name = "pretrained_server" if "chats" in record else "embedded_server"
+    server: ServerProcess = request.getfixturevalue(name)
     path = record["path"]
     if "body" not in record:
-        status, text = embedded_server.get(path)
+        status, text = server.get(path)
         assert status == 200, text
         check(record, json.loads(text))
         return
-    if "ends" not in record:
-        status, answer = embedded_server.post(path, record["body"])
+    if "ends" not in record and "last" not in record:
+        status, answer = server.post(path, record["body"])
         assert status == 200, answer
         check(record, answer)
         return
-    stream = Stream(embedded_server.port, path, record["body"])
+    stream = Stream(server.port, path, record["body"])
     response = stream.response()
     assert response.status == 200, response
     answers = [
-        json.loads(event) for event in re.findall(rb"^data: (\{.*)$", response.body(), re.MULTILINE)
+        json.loads(event)
+        for event in re.findall(rb"^(?:data: )?(\{.*)$", response.body(), re.MULTILINE)
     ]
     stream.close()
     for answer in answers:
         check(record, answer)
+    if "last" in record:
+        assert answers[-1] == answers[-1] | record["last"]
+        return
     assert [bool(read(answer, record["ends"])) for answer in answers] == [False] * (
         len(answers) - 1
     ) + [True]

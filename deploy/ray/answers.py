@@ -11,7 +11,10 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 OPENAI_PATHS = frozenset(
-    {"/infill", "/completion", "/fim/completions", "/apply-template", "/props", "/detokenize"}
+    {
+        *("/infill", "/completion", "/fim/completions", "/apply-template", "/props", "/detokenize"),
+        *("/embedding", "/embeddings", "/rerank", "/classify"),
+    }
 )
 """Paths outside of /v1 whose errors have OpenAI's form too."""
 _SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)")

@@ -16,7 +16,7 @@ import msgspec
 
 from server import protocol
 from server.config import ServerSection
-from server.errors import BadSize, InvalidRequest, Unavailable
+from server.errors import BadSize, InvalidRequest, TooLongPrompt, Unavailable
 from server.generation.admission import Reservation
 from server.generation.clients import Terms
 from server.generation.engine_client import EngineClient
@@ -91,7 +91,7 @@ class Generation:
         least = -(-job.longest // self.codec.longest_token)
         if not truncated and not isinstance(job, EncodeChat) and least >= self.max_total_tokens:
             given = f"{job.longest} characters, which are at least {least} tokens"
-            raise self._too_long_prompt(given)
+            raise self._too_long_prompt(least, given)
         return await self.texts.run(job, client)
 
     async def convert(self, job: AnyJob, client: str, terms: Terms) -> Any:
@@ -101,13 +101,10 @@ class Generation:
         self.client.admission.charge(client, terms, job.num_chars // CHARS_PER_TOKEN)
         return await self.texts.run(job, client)
 
-    def _too_long_prompt(self, given: object) -> BadSize:
-        return BadSize(
-            f"`inputs` must have less than {self.max_total_tokens} tokens ({self._bound}). Given: "
-            f"{given}",
-            param="inputs",
-            code=TOO_LONG,
-        )
+    def _too_long_prompt(self, num_tokens: int, given: object) -> TooLongPrompt:
+        most = self.max_total_tokens
+        text = f"`inputs` must have less than {most} tokens ({self._bound}). Given: {given}"
+        return TooLongPrompt(text, num_tokens, most - 1)
 
     @property
     def _bound(self) -> str:
@@ -244,7 +241,7 @@ class Generation:
                 )
             return 1
         if num_prompt >= most:
-            raise self._too_long_prompt(num_prompt)
+            raise self._too_long_prompt(num_prompt, num_prompt)
         if request.max_new_tokens is None:
             return most - num_prompt
         if request.max_new_tokens == 0:

@@ -19,7 +19,7 @@ from server.errors import InvalidRequest, RequestError
 from server.generation.arrivals import Wake
 from server.generation.request import Choice
 from server.generation.stream import OpenStreams, Piece
-from server.http import errors, sse
+from server.http import sse
 from server.http.disconnect import unless_disconnected
 from server.http.exchange import exchange_of
 from server.http.pieces import JsonAnswers
@@ -166,7 +166,7 @@ class Answers:
         piece.
         """
         close = reply.streams.close
-        error_event = partial(errors.event, exchange_of(http).dialect, reply.form)
+        error_event = partial(sse.error_event, exchange_of(http).dialect, reply.form)
         try:
             if delivery.resumable:
                 source = ReplyEvents(reply, None, error_event, delivery.last)

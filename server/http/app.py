@@ -17,7 +17,7 @@ from server.errors import InvalidRequest, NotFound, RequestError
 from server.generation.generation import Generation
 from server.http.answer import Answers
 from server.http.documentation import documentation_routes
-from server.http.errors import refusal
+from server.http.exchange import exchange_of
 from server.http.extensions import extension_routes
 from server.http.front import FrontDoor
 from server.http.handlers import Context
@@ -101,7 +101,7 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 async def _request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return refusal(request, error)
+    return exchange_of(request).dialect.response(error)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -113,7 +113,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     refused = NotFound(text) if error.status_code == 404 else InvalidRequest(text)
     refused.status = refused.openai_status = error.status_code
     refused.tgi_type = None
-    return refusal(request, refused, dict(error.headers or {}))
+    return exchange_of(request).dialect.response(refused, dict(error.headers or {}))
 
 
 async def _client_disconnected(request: Request, error: Exception) -> Response:
@@ -123,6 +123,5 @@ async def _client_disconnected(request: Request, error: Exception) -> Response:
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     log.error("request failed", exc_info=error)
-    return refusal(
-        request, RequestError("internal error; the server's log has it under the request id")
-    )
+    failed = RequestError("internal error; the server's log has it under the request id")
+    return exchange_of(request).dialect.response(failed)

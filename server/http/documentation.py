@@ -19,7 +19,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 
-from server.http.exchange import Dialect
+from server.http.errors import TGI
 from server.http.extensions import extension_bodies
 from server.http.openai.chat_fields import ChatBody
 from server.http.openai.fields import CompletionBody
@@ -69,10 +69,10 @@ def documentation_routes(app: FastAPI, needs_key: Callable[[str], bool]) -> list
             f"/{SCRIPTS}/{{path:path}}",
             (),
             StaticFiles(packages=[("fastapi_offline", "static")]),
-            Dialect.TGI,
+            TGI,
         ),
-        Route("/openapi.json", ("GET",), openapi, Dialect.TGI, documented=False),
-        Route("/docs", ("GET",), docs, Dialect.TGI, documented=False),
+        Route("/openapi.json", ("GET",), openapi, TGI, documented=False),
+        Route("/docs", ("GET",), docs, TGI, documented=False),
     ]
 
 

@@ -8,7 +8,6 @@ the log's request id.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, Protocol
 
 from starlette.requests import HTTPConnection
@@ -16,6 +15,7 @@ from starlette.requests import HTTPConnection
 from server.errors import RequestError
 from server.generation.admission import Reservation
 from server.generation.clients import EVERYBODY, Terms
+from server.http.errors import TGI, Dialect
 
 _KEY = "onehead"
 """Key of the Exchange in an ASGI scope."""
@@ -27,16 +27,6 @@ CLIENT_GONE = 499
 """Status, in the access log, of a request whose client disconnected before any other was sent."""
 Trace = Callable[["Exchange"], None]
 """Called with an Exchange that has ended."""
-
-
-class Dialect(Enum):
-    """The API that a route follows; it decides the form of error bodies."""
-
-    TGI = "tgi"
-    OPENAI = "openai"
-    PLAIN = "plain"
-    """Errors are `{"error": message}`, with OpenAI's statuses."""
-    ANTHROPIC = "anthropic"
 
 
 class Chunks(Protocol):
@@ -59,7 +49,7 @@ class Exchange:
     received: float = field(default_factory=time.monotonic)
     """Monotonic time when the request's head had been read."""
     request_id: str = ""
-    dialect: Dialect = Dialect.TGI
+    dialect: Dialect = TGI
     caller: str = NO_CALLER
     """SHA-256 digest of the request's API key: requests of one caller share cached prefixes and can
     read each other's streams."""

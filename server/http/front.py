@@ -12,7 +12,6 @@ import secrets
 import time
 from collections.abc import Mapping
 
-from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.config import ServerSection
@@ -23,7 +22,6 @@ from server.generation.generation import Generation
 from server.generation.request import speeds
 from server.http.client_address import client_address, client_group
 from server.http.connection import SAFETY_HEADERS
-from server.http.errors import refusal
 from server.http.exchange import CLIENT_GONE, NO_CALLER, Exchange, exchange_of
 from server.http.hosts import AllowedHosts
 from server.http.keys import UNNAMED, Keys
@@ -76,14 +74,10 @@ class FrontDoor:
         response = LoggedResponse(scope, exchange, send, self.client)
         try:
             if exchange.error is not None:
-                headers = (
-                    {"www-authenticate": "Bearer"}
-                    if isinstance(exchange.error, Unauthorized)
-                    else {}
-                )
-                await refusal(Request(scope), exchange.error, headers)(
-                    scope, receive, response.send
-                )
+                needs_key = isinstance(exchange.error, Unauthorized)
+                headers = {"www-authenticate": "Bearer"} if needs_key else {}
+                refused = exchange.dialect.response(exchange.error, headers)
+                await refused(scope, receive, response.send)
             else:
                 await self.app(scope, receive, response.send)
         finally:

@@ -8,7 +8,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 from server.generation.generation import Generation
-from server.http.exchange import Dialect
+from server.http.errors import TGI
 from server.http.routes import Access, Route
 
 
@@ -118,6 +118,4 @@ def _route(
     path: str, handler: Callable[[], Awaitable[Response]], access: Access, probe: bool = False
 ) -> Route:
     """A route of this module. All answer HEAD too, which load balancers probe with."""
-    return Route(
-        path, ("GET",), handler, Dialect.TGI, access, probe=probe, head=True, tag="operations"
-    )
+    return Route(path, ("GET",), handler, TGI, access, probe=probe, head=True, tag="operations")

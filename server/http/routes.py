@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import compile_path
 from starlette.types import ASGIApp
 
-from server.http.exchange import Dialect
+from server.http.errors import OPENAI, TGI, Dialect
 
 
 class Access(Enum):
@@ -78,7 +78,7 @@ class RouteTable:
         route = self.find(path)
         if route is not None:
             return route.dialect
-        return Dialect.OPENAI if path.startswith("/v1/") else Dialect.TGI
+        return OPENAI if path.startswith("/v1/") else TGI
 
     def add_to(self, app: FastAPI) -> None:
         """Adds every route to the application."""

@@ -23,8 +23,9 @@ from server.errors import GenerationFailed, MalformedBody, RequestError, StreamC
 from server.generation.arrivals import Wake
 from server.generation.clients import EVERYBODY
 from server.generation.stream import OpenStreams
-from server.http import errors, sse
-from server.http.exchange import Dialect, Exchange, exchange_of
+from server.http import sse
+from server.http.errors import OPENAI
+from server.http.exchange import Exchange, exchange_of
 from server.http.front import FrontDoor
 from server.http.routes import Route
 from server.http.stream_buffer import Reader, StreamBuffer, StreamStore
@@ -218,7 +219,7 @@ class StreamPublisher:
         exchange = exchange_of(http)
         body, exchange.body = exchange.body, b""
         exchange.outlives_response = True
-        error_event = partial(errors.event, exchange.dialect, form)
+        error_event = partial(sse.error_event, exchange.dialect, form)
         if isinstance(exchange.stream, StreamWriter):
             exchange.stream.begin(exchange, source, streams, error_event, last, None)
             return Response(status_code=204)
@@ -267,7 +268,7 @@ class StreamPublisher:
         for asked, parts, file in self._journal.read():
             writer = StreamWriter(self.store, asked.caller, asked.client, asked.stream_id)
             form = sse.NAMED_EVENTS if asked.is_named else sse.EVENTS
-            error_event = partial(errors.event, door.table.dialect(asked.path), form)
+            error_event = partial(sse.error_event, door.table.dialect(asked.path), form)
             writer.restore(parts, error_event, asked.last, file)
             if not writer.buffer.ended:
                 self._restored.append((asked, writer))
@@ -395,8 +396,8 @@ class StreamRoutes:
     def routes(self) -> list[Route]:
         path = "/v1/streams/{stream_id}"
         return [
-            Route(path, ("GET",), self.resume, Dialect.OPENAI, tag="streams"),
-            Route(path, ("DELETE",), self.cancel, Dialect.OPENAI, tag="streams", status=204),
+            Route(path, ("GET",), self.resume, OPENAI, tag="streams"),
+            Route(path, ("DELETE",), self.cancel, OPENAI, tag="streams", status=204),
         ]
 
     async def resume(self, http: HttpRequest, stream_id: str) -> Response:

@@ -11,7 +11,8 @@ from server.config import ServerSection
 from server.errors import InvalidRequest
 from server.generation.generation import Generation
 from server.http.body import check, read_model, read_value
-from server.http.exchange import Dialect, exchange_of
+from server.http.errors import OPENAI, TGI
+from server.http.exchange import exchange_of
 from server.http.model_names import ModelNames
 from server.http.pieces import JsonAnswers
 from server.http.routes import Route
@@ -37,8 +38,8 @@ class TokenRoutes:
     def routes(self) -> list[Route]:
         # The dialect of /tokenize is TGI's until its body has been read.
         return [
-            Route("/tokenize", ("POST",), self.tokenize, Dialect.TGI, tag="tokens"),
-            Route("/detokenize", ("POST",), self.detokenize, Dialect.OPENAI, tag="tokens"),
+            Route("/tokenize", ("POST",), self.tokenize, TGI, tag="tokens"),
+            Route("/detokenize", ("POST",), self.detokenize, OPENAI, tag="tokens"),
         ]
 
     async def tokenize(self, http: HttpRequest) -> Response:
@@ -49,7 +50,7 @@ class TokenRoutes:
         alone.
         """
         value = await read_value(http, self.section.max_body_bytes)
-        exchange_of(http).dialect = Dialect.OPENAI if value.get("inputs") is None else Dialect.TGI
+        exchange_of(http).dialect = OPENAI if value.get("inputs") is None else TGI
         body, exchange_of(http).ignored = check(value, TokenizeBody, self.section.strict_fields)
         codec, convert = self.generation.codec, self._convert(http)
         if body.inputs is not None:

@@ -9,8 +9,7 @@ import pytest
 
 from deploy.ray import answers
 from server.errors import BodyTooLarge, GenerationFailed, StreamExpired, Unavailable
-from server.http.errors import error_body
-from server.http.exchange import Dialect
+from server.http.errors import OPENAI, TGI, Dialect
 from tests.support.fake_engine import serve
 from tests.support.wire import parse_event
 
@@ -82,9 +81,9 @@ def test_metrics_of_replicas_become_one_exposition() -> None:
 @pytest.mark.parametrize(
     ("path", "dialect"),
     [
-        ("/v1/completions", Dialect.OPENAI),
-        ("/infill?x=1", Dialect.OPENAI),
-        ("/generate", Dialect.TGI),
+        ("/v1/completions", OPENAI),
+        ("/infill?x=1", OPENAI),
+        ("/generate", TGI),
     ],
 )
 def test_errors_have_the_forms_of_the_servers_own(path: str, dialect: Dialect) -> None:
@@ -97,33 +96,30 @@ def test_errors_have_the_forms_of_the_servers_own(path: str, dialect: Dialect) -
             else {**body, "error": ""}
         )
 
-    assert shape(json.loads(answers.unavailable(path))) == shape(
-        error_body(Unavailable(""), dialect)
-    )
-    assert shape(json.loads(answers.too_large(path, 5))) == shape(
-        error_body(BodyTooLarge(""), dialect)
-    )
+    assert shape(json.loads(answers.unavailable(path))) == shape(dialect.body(Unavailable("")))
+    assert shape(json.loads(answers.too_large(path, 5))) == shape(dialect.body(BodyTooLarge("")))
     first, *done = answers.lost(path).decode().removesuffix("\n\n").split("\n\n")
     assert shape(json.loads(parse_event(first).data or "")) == shape(
-        error_body(GenerationFailed(""), dialect)
+        dialect.body(GenerationFailed(""))
     )
-    assert done == (["data: [DONE]"] if dialect is Dialect.OPENAI else [])
+    assert done == (["data: [DONE]"] if dialect is OPENAI else [])
 
 
 async def test_the_paths_of_openais_dialect_are_the_servers(tokenizer_folder: Path) -> None:
-    """Of all of its routes, and of a path that it does not have."""
+    """Of all of its routes, and of a path that it does not have. Below /v1 the proxy tells every
+    error so, on Anthropic's routes too.
+    """
     table = serve(tokenizer_folder).app.table
     paths = [*(route.path for route in table.routes), "/v1/nothing", "/nothing"]
     assert len(paths) > 20
     assert [path for path in paths if answers.openai(path)] == [
-        path for path in paths if table.dialect(path) is Dialect.OPENAI
+        path
+        for path in paths
+        if table.dialect(path).body is OPENAI.body or path.startswith("/v1/messages")
     ]
 
 
 def test_a_stream_of_a_replica_that_has_ended_has_expired() -> None:
     ours = json.loads(answers.expired())["error"]
     assert ours["code"] == "stream_expired"
-    assert (
-        ours | {"message": ""}
-        == error_body(StreamExpired("", code="stream_expired"), Dialect.OPENAI)["error"]
-    )
+    assert ours | {"message": ""} == OPENAI.body(StreamExpired("", code="stream_expired"))["error"]

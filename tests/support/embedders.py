@@ -3,6 +3,7 @@ sentence-transformers' modules as the oracle.
 """
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,3 +137,10 @@ def make_classifier(family: str, folder: Path, labels: tuple[str, ...]) -> Any:
     model.save_pretrained(folder)
     tokenizer_of(folder)
     return model
+
+
+if __name__ == "__main__":  # Of scripts/clients: makes an embedder in a new folder, and names it.
+    folder = Path(sys.argv[1])
+    folder.mkdir()
+    make_embedder(folder)
+    print(folder)

@@ -9,9 +9,10 @@ from functools import partial
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from server.http.anthropic.errors import DIALECT
 from server.http.anthropic.fields import CountBody, MessagesBody
 from server.http.anthropic.replies import MessagesReply
-from server.http.exchange import Dialect, exchange_of
+from server.http.exchange import exchange_of
 from server.http.handlers import Context, Handlers
 from server.http.routes import Route
 from server.text.jobs import EncodeChat
@@ -22,7 +23,7 @@ BODIES = ()
 def routes(context: Context) -> list[Route]:
     """The routes of this extension."""
     handlers = MessagesRoutes(context)
-    posted = partial(Route, methods=("POST",), dialect=Dialect.ANTHROPIC, documented=False)
+    posted = partial(Route, methods=("POST",), dialect=DIALECT, documented=False)
     return [
         posted("/v1/messages", handler=handlers.messages, generates=True),
         posted("/v1/messages/count_tokens", handler=handlers.count_tokens),

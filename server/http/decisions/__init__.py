@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from server.http.decisions.fields import DecisionBody, SystemBody
 from server.http.decisions.replies import DecisionReply
-from server.http.exchange import Dialect
+from server.http.errors import OPENAI
 from server.http.handlers import Context, Handlers
 from server.http.routes import Route
 
@@ -17,9 +17,7 @@ BODIES = DecisionBody, SystemBody
 def routes(context: Context) -> list[Route]:
     """The routes of this extension."""
     handlers = DecisionRoutes(context)
-    generating = partial(
-        Route, methods=("POST",), dialect=Dialect.OPENAI, generates=True, tag="openai"
-    )
+    generating = partial(Route, methods=("POST",), dialect=OPENAI, generates=True, tag="openai")
     return [
         generating("/v1/decisions", handler=handlers.decisions),
         generating("/v1/systemone", handler=handlers.systemone),

@@ -19,7 +19,8 @@ from server.generation.embedding import Embedded, Given, Vector, cosine, embed, 
 from server.generation.request import CLASSIFIES, EMBEDS
 from server.http.disconnect import unless_disconnected
 from server.http.embeddings import fields
-from server.http.exchange import Dialect, exchange_of
+from server.http.errors import OPENAI, TGI
+from server.http.exchange import exchange_of
 from server.http.handlers import Context, Handlers
 from server.http.routes import Route
 from server.protocol import Classes
@@ -34,12 +35,10 @@ Named = TypeVar("Named", bound=fields.NamedBody)
 def routes(context: Context) -> list[Route]:
     """The routes of this extension."""
     handlers = EmbeddingRoutes(context)
-    posted = partial(
-        Route, methods=("POST",), dialect=Dialect.OPENAI, generates=True, documented=False
-    )
+    posted = partial(Route, methods=("POST",), dialect=OPENAI, generates=True, documented=False)
     return [
         posted("/v1/embeddings", handler=handlers.embeddings),
-        posted("/embed", handler=handlers.embed, dialect=Dialect.TGI),
+        posted("/embed", handler=handlers.embed, dialect=TGI),
         posted("/embedding", handler=handlers.embedding),
         posted("/embeddings", handler=handlers.embedding),
         posted("/v1/rerank", handler=handlers.rerank),

@@ -7,7 +7,8 @@ from functools import partial
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from server.http.exchange import Dialect, exchange_of
+from server.http.errors import OPENAI
+from server.http.exchange import exchange_of
 from server.http.handlers import Context, Handlers
 from server.http.llama_cpp.fields import InfillBody, LlamaCppCompletionBody
 from server.http.llama_cpp.replies import LlamaCppReply
@@ -21,12 +22,12 @@ BODIES = InfillBody, LlamaCppCompletionBody, TemplateBody
 def routes(context: Context) -> list[Route]:
     """The routes of this extension."""
     handlers = LlamaCppRoutes(context)
-    posted = partial(Route, methods=("POST",), dialect=Dialect.OPENAI, tag="llama.cpp")
+    posted = partial(Route, methods=("POST",), dialect=OPENAI, tag="llama.cpp")
     return [
         posted("/infill", handler=handlers.infill, generates=True),
         posted("/completion", handler=handlers.completion, generates=True),
         posted("/apply-template", handler=handlers.apply_template),
-        Route("/props", ("GET",), handlers.props, Dialect.OPENAI, tag="llama.cpp"),
+        Route("/props", ("GET",), handlers.props, OPENAI, tag="llama.cpp"),
     ]
 
 

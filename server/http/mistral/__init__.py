@@ -3,7 +3,7 @@
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from server.http.exchange import Dialect
+from server.http.errors import OPENAI
 from server.http.handlers import Context, Handlers
 from server.http.mistral.fim import FimBody, FimReply
 from server.http.routes import Route
@@ -16,8 +16,7 @@ def routes(context: Context) -> list[Route]:
     handlers = FimRoutes(context)
     paths = "/v1/fim/completions", "/fim/completions"
     return [
-        Route(path, ("POST",), handlers.fim, Dialect.OPENAI, generates=True, tag="openai")
-        for path in paths
+        Route(path, ("POST",), handlers.fim, OPENAI, generates=True, tag="openai") for path in paths
     ]
 
 

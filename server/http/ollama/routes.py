@@ -13,7 +13,8 @@ from server.http import sse
 from server.http.answer import Delivery
 from server.http.body import read_model
 from server.http.disconnect import unless_disconnected
-from server.http.exchange import Dialect, exchange_of
+from server.http.errors import Dialect, openai_message
+from server.http.exchange import exchange_of
 from server.http.handlers import Context, Handlers, ReadBody
 from server.http.model_names import TAG
 from server.http.ollama.fields import (
@@ -39,6 +40,7 @@ VERSION = "0.12.0"
 """The version of Ollama whose API this is, which some clients compare."""
 NEVER = "2100-01-01T00:00:00Z"
 """When the model will be unloaded."""
+DIALECT = Dialect(lambda error: {"error": openai_message(error)})
 CHANGES = ("create", "copy", "delete", "push", "blobs/{digest}")
 """Routes that change models."""
 
@@ -51,8 +53,8 @@ class OllamaRoutes(Handlers):
         self.begun = now()
 
     def routes(self) -> list[Route]:
-        shown = partial(Route, methods=("GET",), dialect=Dialect.PLAIN, head=True, documented=False)
-        posted = partial(Route, methods=("POST",), dialect=Dialect.PLAIN, documented=False)
+        shown = partial(Route, methods=("GET",), dialect=DIALECT, head=True, documented=False)
+        posted = partial(Route, methods=("POST",), dialect=DIALECT, documented=False)
         changed = partial(posted, methods=("POST", "DELETE", "HEAD"), handler=self.refuse_change)
         return [
             shown("/api/version", handler=self.version),

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from server.errors import InvalidRequest
 from server.http.answer import full_response
 from server.http.body import check
-from server.http.exchange import Dialect
+from server.http.errors import OPENAI
 from server.http.handlers import Context, Handlers
 from server.http.openai.chat import ChatReply
 from server.http.openai.chat_fields import ChatBody
@@ -38,10 +38,8 @@ class OpenAIRoutes(Handlers):
         self.created = int(time.time())
 
     def routes(self) -> list[Route]:
-        generating = partial(
-            Route, methods=("POST",), dialect=Dialect.OPENAI, generates=True, tag="openai"
-        )
-        shown = partial(Route, methods=("GET",), dialect=Dialect.OPENAI, tag="openai")
+        generating = partial(Route, methods=("POST",), dialect=OPENAI, generates=True, tag="openai")
+        shown = partial(Route, methods=("GET",), dialect=OPENAI, tag="openai")
         return [
             generating("/v1/completions", handler=self.completions),
             generating("/v1/chat/completions", handler=self.chat),

@@ -13,7 +13,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
-from server.http.exchange import Dialect
+from server.http.errors import TGI
 from server.http.routes import Access, Route
 
 FOLDER = Path(__file__).resolve().parents[2] / "ui"
@@ -53,6 +53,6 @@ def file_routes() -> list[Route]:
         return await files.get_response("index.html", http.scope)
 
     return [
-        Route("/", ("GET",), page, Dialect.TGI, Access.PUBLIC, head=True, documented=False),
-        Route("/ui/{path:path}", (), GZipMiddleware(files), Dialect.TGI, Access.PUBLIC),
+        Route("/", ("GET",), page, TGI, Access.PUBLIC, head=True, documented=False),
+        Route("/ui/{path:path}", (), GZipMiddleware(files), TGI, Access.PUBLIC),
     ]

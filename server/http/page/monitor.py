@@ -10,7 +10,8 @@ from starlette.responses import Response
 
 from server.errors import Unavailable
 from server.generation.engine_client import EngineClient
-from server.http.exchange import Dialect, exchange_of
+from server.http.errors import TGI
+from server.http.exchange import exchange_of
 from server.http.routes import Route
 from server.http.sse import EventResponse
 
@@ -27,8 +28,8 @@ class MonitorRoutes:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/monitor", ("GET",), self.watch, Dialect.TGI, tag="operations"),
-            Route("/monitor/cache", ("GET",), self.cache, Dialect.TGI, tag="operations"),
+            Route("/monitor", ("GET",), self.watch, TGI, tag="operations"),
+            Route("/monitor/cache", ("GET",), self.cache, TGI, tag="operations"),
         ]
 
     async def watch(self, http: HttpRequest) -> Response:

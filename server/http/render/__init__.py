@@ -10,7 +10,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from server.generation.request import Request
-from server.http.exchange import Dialect, exchange_of
+from server.http.errors import OPENAI
+from server.http.exchange import exchange_of
 from server.http.handlers import Context, Handlers
 from server.http.openai.chat import ChatReply
 from server.http.openai.chat_fields import ChatBody
@@ -24,7 +25,7 @@ BODIES = CompletionBody, ChatBody
 def routes(context: Context) -> list[Route]:
     """The routes of this extension."""
     handlers = RenderRoutes(context)
-    shown = partial(Route, methods=("POST",), dialect=Dialect.OPENAI, tag="openai")
+    shown = partial(Route, methods=("POST",), dialect=OPENAI, tag="openai")
     return [
         shown("/v1/completions/render", handler=handlers.completions),
         shown("/v1/chat/completions/render", handler=handlers.chat),

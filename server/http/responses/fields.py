@@ -1,6 +1,6 @@
 """The request body of OpenAI's Responses API, and what it is in /v1/chat/completions."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -49,6 +49,8 @@ class Item(Body):
     """The id of a call, which its output repeats."""
     name: fields.Name = ""
     """The function's name."""
+    namespace: fields.Json = None
+    """Accepted: functions are known by their own names."""
     arguments: fields.Text = ""
     """The function's arguments, JSON text."""
     output: ItemParts | None = None
@@ -73,10 +75,10 @@ Items = Annotated[
 ]
 
 
-class Tool(Body):
+class Function(Body):
     """A function that the model may call."""
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     """Only functions are supported."""
     name: FunctionName
     """The function's name."""
@@ -86,6 +88,30 @@ class Tool(Body):
     """The JSON Schema of its arguments, which calls follow."""
     strict: bool | None = None
     """Accepted: calls always follow the schema."""
+
+
+class Tool(Function):
+    """A function, functions of one namespace, or a search of the web."""
+
+    type: Literal["function", "namespace", "web_search"]  # type: ignore[assignment]
+    """The kind of tool. A search, which some clients always offer, is left out."""
+    name: FunctionName = ""
+    """The name of the function or the namespace."""
+    tools: list[Function] = Field(default=[], max_length=128, fail_fast=True)
+    """The functions of a namespace. Up to 128."""
+
+    @model_validator(mode="after")
+    def _check_name(self) -> "Tool":
+        if self.type == "function" and not self.name:
+            raise ValueError("`tools.name` is required")
+        return self
+
+    @property
+    def functions(self) -> Sequence[Function]:
+        """What the model may call."""
+        if self.type == "function":
+            return [self]
+        return self.tools
 
 
 class NamedTool(Body):
@@ -219,8 +245,9 @@ class ResponsesBody(Body):
             "tool_choice": choice.in_chat() if isinstance(choice, ChosenTools) else choice,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "tools": [
-                {"function": tool.model_dump(include={"name", "description", "parameters"})}
+                {"function": function.model_dump(include={"name", "description", "parameters"})}
                 for tool in self.tools or ()
+                for function in tool.functions
             ],
         }
         if (format := options.format) is not None:

@@ -42,6 +42,13 @@ class ResponsesReply(Reply):
         self.codec = generation.codec
         self.streams = streams
         self.num_top = chat.num_top
+        self.namespaces = {
+            function.name: tool.name
+            for tool in body.tools or ()
+            for function in tool.functions
+            if tool.type == "namespace"
+        }
+        """Names of functions -> those of their namespaces."""
         self.output = Output(streams.choices[0])
         self.parts = Parts()
         self.held: list[OutputToken] = []
@@ -80,6 +87,7 @@ class ResponsesReply(Reply):
         """Starts the sequence of a body. Raises RequestError."""
         chat = body.as_chat()
         ignored = ["reasoning.effort"] if chat.fit(generation.texts.variables) else []
+        ignored += [f"tools.{i}" for i, tool in enumerate(body.tools or ()) if not tool.functions]
         request = await ChatReply.prepare(generation, chat, reservation.client)
         request = generation.within_context(request, body.max_output_tokens)
         request = replace(request, ignored=[*ignored, *request.ignored])
@@ -163,6 +171,8 @@ class ResponsesReply(Reply):
         item: dict[str, Any] = {"id": self._item_id(index, part)}
         if part.kind == "call":
             call = {"call_id": f"call_{self.id}_{index}", "name": part.name}
+            if part.name in self.namespaces:
+                call["namespace"] = self.namespaces[part.name]
             return (
                 item | {"type": "function_call", "status": status} | call | {"arguments": part.text}
             )

@@ -21,7 +21,8 @@ from server.generation.stream import OpenStreams, Piece
 from server.http import fields
 from server.http.answer import Answers, Delivery, Output, OutputToken, Reply
 from server.http.body import read_model
-from server.http.exchange import Dialect, exchange_of
+from server.http.errors import TGI
+from server.http.exchange import exchange_of
 from server.http.fields import default
 from server.http.routes import Route
 from server.http.tgi.fields import GenerateBody, Parameters
@@ -50,17 +51,17 @@ class TgiRoutes:
     def routes(self) -> list[Route]:
         tag = "text-generation-inference"
         return [
-            Route("/generate", ("POST",), self.generate, Dialect.TGI, generates=True, tag=tag),
+            Route("/generate", ("POST",), self.generate, TGI, generates=True, tag=tag),
             Route(
                 "/generate_stream",
                 ("POST",),
                 self.generate_stream,
-                Dialect.TGI,
+                TGI,
                 generates=True,
                 tag=tag,
             ),
-            Route("/", ("POST",), self.root, Dialect.TGI, generates=True, tag=tag),
-            Route("/info", ("GET",), self.info, Dialect.TGI, tag=tag),
+            Route("/", ("POST",), self.root, TGI, generates=True, tag=tag),
+            Route("/info", ("GET",), self.info, TGI, tag=tag),
         ]
 
     async def generate(self, http: HttpRequest) -> Response:

@@ -7,8 +7,8 @@ import { InferenceClient } from "@huggingface/inference";
 import { APICallError, Output, generateObject, generateText } from "ai";
 import { isStepCount, streamObject, streamText, tool } from "ai";
 import assert from "assert";
-import { readFileSync } from "fs";
 import { z } from "zod";
+import { joined, refusal, run } from "./check.mjs";
 
 globalThis.AI_SDK_LOG_WARNINGS = false;
 const server = process.argv[2];
@@ -24,21 +24,6 @@ const compatible = createOpenAICompatible(named);
 const openai = createOpenAI({ baseURL, apiKey: "none" });
 const models = [compatible("embedded"), openai.chat("embedded")];
 const hub = new InferenceClient("none").endpoint(server);
-
-async function joined(parts) {
-  let text = "";
-  for await (const part of parts) text += part;
-  return text;
-}
-
-async function refusal(promise) {
-  try {
-    await promise;
-  } catch (error) {
-    return error;
-  }
-  assert.fail("was not refused");
-}
 
 async function text_and_stream() {
   for (const model of models) {
@@ -199,11 +184,6 @@ async function hub_errors() {
   assert(message.includes("context"), message);
 }
 
-function version(name) {
-  const file = new URL(`node_modules/${name}/package.json`, import.meta.url);
-  return JSON.parse(readFileSync(file, "utf8")).version;
-}
-
 const texts = [text_and_stream, completion, reasoning_effort];
 const structures = [structured_output, objects];
 const tasks = [tools_of_several_steps, tools_streamed, tools_with_output];
@@ -212,20 +192,4 @@ const suites = [
   ["ai", [...texts, ...structures, ...tasks, errors]],
   ["@huggingface/inference", hubs],
 ];
-let anyFailed = false;
-for (const [client, checks] of suites) {
-  const failed = [];
-  for (const check of checks) {
-    try {
-      await check();
-    } catch (error) {
-      console.error(error);
-      failed.push(check.name);
-    }
-  }
-  const names = checks.map((check) => check.name.replaceAll("_", " ")).join(", ");
-  const outcome = failed.length ? `failed: ${failed.join(", ")}` : "all hold";
-  console.log(`${client} ${version(client)}: ${names}: ${outcome}`);
-  anyFailed ||= failed.length > 0;
-}
-process.exitCode = Number(anyFailed);
+await run(suites);

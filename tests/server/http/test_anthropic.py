@@ -106,6 +106,11 @@ def test_a_tool_is_used_and_its_result_told(client: anthropic.Anthropic) -> None
             "`tools.0.type`",
         ),
         ({"messages": []}, anthropic.BadRequestError, "`messages` cannot be empty"),
+        (  # By these words a client knows that it has to shorten the conversation.
+            {"messages": [{"role": "user", "content": "a b " * 3000}]},
+            anthropic.BadRequestError,
+            r"prompt is too long: \d+ tokens > \d+ maximum",
+        ),
     ],
     ids=str,
 )

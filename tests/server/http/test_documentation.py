@@ -20,7 +20,7 @@ import requests
 from server import errors
 from server.config import ServerSection, ServeSettings, load
 from server.errors import ConfigurationError
-from server.http.exchange import Dialect
+from server.http.errors import OPENAI
 from server.http.routes import Access
 from tests.conftest import CHAT_TEMPLATE
 from tests.support.bad_inputs import KEY_HASHES, KEYS
@@ -575,7 +575,7 @@ async def test_every_error_of_generation_is_documented(
             route.path for route in served.app.table.routes if route.generates and route.documented
         ]
     for path in generating:
-        openai = served.app.table.dialect(path) is Dialect.OPENAI
+        openai = served.app.table.dialect(path) is OPENAI
         named = kinds if path.startswith(("/v1/", "/fim/")) else kinds - {errors.NotFound}
         statuses = {(kind.openai_status if openai else None) or kind.status for kind in named}
         documented = set(document["paths"][path]["post"]["responses"])

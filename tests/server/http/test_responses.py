@@ -86,6 +86,21 @@ def test_a_function_is_called_and_its_output_told(client: openai.OpenAI) -> None
     assert "7" in second.output_text
 
 
+def test_functions_of_a_namespace_are_called_and_a_search_is_left_out(
+    client: openai.OpenAI,
+) -> None:
+    space: Any = {"type": "namespace", "name": "meteo", "description": "", "tools": [WEATHER]}
+    raw = client.responses.with_raw_response.create(
+        input=ASK, tools=[space, {"type": "web_search"}], **GREEDY
+    )
+    assert raw.headers["x-onehead-ignored"] == "tools.1"
+    (call,) = raw.parse().output
+    assert call.type == "function_call" and (call.namespace, call.name) == ("meteo", "get_weather")
+    told: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "7 degrees"}
+    items = [{"role": "user", "content": ASK}, call, told]
+    assert client.responses.create(input=items, tools=[space], **GREEDY).output_text
+
+
 def test_a_class_is_parsed(client: openai.OpenAI) -> None:
     asked = "Write as JSON with the key name: Anna is here."
     parsed = client.responses.parse(input=asked, text_format=Person, **GREEDY).output_parsed
@@ -100,7 +115,8 @@ def test_a_class_is_parsed(client: openai.OpenAI) -> None:
         {"truncation": "auto"},
         {"conversation": "conv_1"},
         {"max_tool_calls": 3},
-        {"tools": [{"type": "web_search"}]},
+        {"tools": [{"type": "file_search"}]},
+        {"tools": [{"type": "function"}]},
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         {"input": []},
     ],
@@ -141,6 +157,17 @@ def test_log_probabilities_are_those_of_the_text(client: openai.OpenAI) -> None:
     assert "".join(entry.token for entry in shown) == message.content[0].text
     assert [e.logprob for e in streamed] == [e.logprob for e in done.logprobs]
     assert [e.logprob for e in streamed] == [e.logprob for e in shown]
+
+
+async def test_a_stream_that_fails_ends_with_an_event_of_its_error(tmp_path: Path) -> None:
+    served = await make(tmp_path, crash_after=[2, 0, 0, 0, 0])
+    body = {"input": "a", "max_output_tokens": 4, "stream": True}
+    async with client_of(served) as client:
+        answer = await client.post("/v1/responses", json=body)
+    name, data = answer.text.rstrip().splitlines()[-2:]
+    error = json.loads(data.removeprefix("data: "))
+    assert (name, error["type"]) == ("event: error", "error")
+    assert error["message"] == error["error"]["message"] and error["code"]
 
 
 async def test_a_resumable_stream_is_read_again(tmp_path: Path) -> None:

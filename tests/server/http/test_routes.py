@@ -18,7 +18,8 @@ from starlette.responses import JSONResponse, Response
 from server import protocol
 from server.config import ServerSection
 from server.generation.request import Request
-from server.http.exchange import Dialect, exchange_of
+from server.http.errors import OPENAI, TGI
+from server.http.exchange import exchange_of
 from server.http.routes import Access, Route, RouteTable
 from server.http.tgi.generate import TgiRoutes
 from tests.conftest import CHAT_TEMPLATE
@@ -73,7 +74,7 @@ def client_of(served: Served) -> httpx.AsyncClient:
 
 def test_a_path_that_the_table_lacks_is_refused_at_start() -> None:
     app = FastAPI(openapi_url=None)
-    table = RouteTable([Route("/hello", ("GET",), hello, Dialect.TGI)])
+    table = RouteTable([Route("/hello", ("GET",), hello, TGI)])
     table.add_to(app)
     table.check(app)
     app.add_api_route("/generate_more", hello, methods=["POST"])
@@ -92,7 +93,7 @@ async def test_a_route_that_generates_without_being_declared_to_is_an_error(
             return JSONResponse({})
 
         more.__annotations__ = {"http": HttpRequest, "return": Response}
-        return [*declared(self), Route("/generate_more", ("POST",), more, Dialect.TGI)]
+        return [*declared(self), Route("/generate_more", ("POST",), more, TGI)]
 
     monkeypatch.setattr(TgiRoutes, "routes", routes)
     served = await make(tmp_path)
@@ -139,12 +140,12 @@ async def test_a_path_has_the_access_and_the_dialect_of_its_route(tmp_path: Path
         *[Access.API_KEY] * 2,
     ]
     for path, dialect in {
-        "/generate": Dialect.TGI,
-        "/infill": Dialect.OPENAI,
-        "/detokenize": Dialect.OPENAI,
-        "/v1/nothing": Dialect.OPENAI,
-        "/v1/streams/abc": Dialect.OPENAI,
-        "/nothing": Dialect.TGI,
+        "/generate": TGI,
+        "/infill": OPENAI,
+        "/detokenize": OPENAI,
+        "/v1/nothing": OPENAI,
+        "/v1/streams/abc": OPENAI,
+        "/nothing": TGI,
     }.items():
         assert table.dialect(path) is dialect, path
     found = table.find("/v1/models/org/name")
