@@ -1,5 +1,5 @@
-"""The native CPU kernels, compiled when onehead is installed: the same source for AVX-512, AVX2
-with and without VNNI, NEON with and without dot products and i8mm, and for any processor.
+"""The native CPU kernels, compiled when onehead is installed: the same source for AVX-512 and
+AVX2, each with and without VNNI, NEON with and without dot products and i8mm, and for any processor.
 
 They are called through ctypes on addresses of tensors, and have threads of their own (pool.cpp).
 Invariants: `library` returns the fastest version that this processor supports; all versions give
@@ -19,6 +19,7 @@ from model.spec import OptionError
 
 FEATURES = {
     "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"),
+    "avx512bw": ("avx512f", "avx512bw", "avx512dq", "avx512vl"),
     "avxvnni": ("avx2", "fma", "f16c", "avx_vnni"),
     "avx2": ("avx2", "fma", "f16c"),
     "i8mm": ("asimddp", "atomics", "i8mm"),

@@ -82,45 +82,49 @@ template <class Format> INLINE Vector scaled(Vector sum, Vector dots, const Head
     return add(sum, mul(value, all(number_at<float>(x_scale))));
 }
 
-#if defined(__AVX512VNNI__)
+#if defined(__AVX2__)
 #define SUMS_IN_REGISTERS
+#if defined(__AVX512F__)
 using Integers = __m512i;
 INLINE Integers repeated(const char *x) { return _mm512_set1_epi32(number_at<int32_t>(x)); }
-INLINE Integers numbers_at(const char *weights) { return _mm512_loadu_si512(weights); }
 INLINE Integers bytes_at(const char *weights) { return _mm512_loadu_si512(weights); }
 INLINE Integers low(Integers both) { return _mm512_and_si512(both, _mm512_set1_epi8(15)); }
 INLINE Integers high(Integers both) { return low(_mm512_srli_epi16(both, 4)); }
-// The compiler's own intrinsic (gcc 12) copies each sum to another register and to memory and back.
-template <class Format> INLINE void accumulate(Integers &sum, const Integers &weights, const Integers &value) {
-    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(value));
-}
-template <class Format> INLINE Vector floats(Integers sum) { return _mm512_cvtepi32_ps(sum); }
-#elif defined(__AVX2__)
-#define SUMS_IN_REGISTERS
+INLINE Integers widened_at(const char *weights) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)weights)); }
+INLINE Integers pairs(Integers sum) { return _mm512_madd_epi16(sum, _mm512_set1_epi16(1)); }
+INLINE Vector of_sums(Integers sum) { return _mm512_cvtepi32_ps(sum); }
+#else
 using Integers = __m256i;
 INLINE Integers repeated(const char *x) { return _mm256_set1_epi32(number_at<int32_t>(x)); }
 INLINE Integers bytes_at(const char *weights) { return _mm256_loadu_si256((const __m256i *)weights); }
 INLINE Integers low(Integers both) { return _mm256_and_si256(both, _mm256_set1_epi8(15)); }
 INLINE Integers high(Integers both) { return low(_mm256_srli_epi16(both, 4)); }
-#if defined(__AVXVNNI__)
+INLINE Integers widened_at(const char *weights) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)weights)); }
+INLINE Integers pairs(Integers sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
+INLINE Vector of_sums(Integers sum) { return _mm256_cvtepi32_ps(sum); }
+#endif
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 INLINE Integers numbers_at(const char *weights) { return bytes_at(weights); }
+// The compiler's own intrinsic (gcc 12) copies each sum to another register and to memory and back.
 template <class Format> INLINE void accumulate(Integers &sum, const Integers &weights, const Integers &value) {
-    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(weights), "x"(value));
-}
-template <class Format> INLINE Vector floats(Integers sum) { return _mm256_cvtepi32_ps(sum); }
+#if defined(__AVX512VNNI__)
+    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(value));
 #else
-INLINE Integers numbers_at(const char *weights) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)weights)); }
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(weights), "x"(value));
+#endif
+}
+template <class Format> INLINE Vector floats(Integers sum) { return of_sums(sum); }
+#else
+INLINE Integers numbers_at(const char *weights) { return widened_at(weights); }
 // In 4 bits sums of a whole block fit into 16 bits: 15 * 127 * BLOCK / 2. They are added in pairs when it ends.
 template <class Format> INLINE void accumulate(Integers &sum, const Integers &weights, const Integers &value) {
     Integers products;
     if constexpr (Format::GROUP == 4)
-        asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sum), "=&x"(products) : "x"(weights), "x"(value));
+        asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+v"(sum), "=&v"(products) : "v"(weights), "v"(value));
     else
-        asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(products) : "x"(weights), "x"(value));
+        asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+v"(sum), "=&v"(products) : "v"(weights), "v"(value));
 }
-template <class Format> INLINE Vector floats(Integers sum) {
-    return _mm256_cvtepi32_ps(Format::GROUP == 4 ? _mm256_madd_epi16(sum, _mm256_set1_epi16(1)) : sum);
-}
+template <class Format> INLINE Vector floats(Integers sum) { return of_sums(Format::GROUP == 4 ? pairs(sum) : sum); }
 #endif
 #elif defined(__ARM_FEATURE_MATMUL_INT8)
 #define SUMS_IN_REGISTERS

@@ -63,7 +63,11 @@ inline int16_t whole(Float16 x) { return int16_t(x.bits); }
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
+#if defined(__AVX512VNNI__)
 #define ISA "avx512"
+#else
+#define ISA "avx512bw"
+#endif
 constexpr int LANES = 16, TILE_ROWS = 6, TILE_VECTORS = 4, PRODUCT_ROWS = 14, BLOCK_ROWS = 7;
 using Vector = __m512;
 inline Vector load(const float *p) { return _mm512_loadu_ps(p); }
