@@ -23,7 +23,6 @@ from server.engine.fair_shares import FairShares
 from server.engine.limits import Limits, NeverFits
 from server.engine.prefix_reuse import PrefixReuse
 from server.engine.sequence import Constraint, Sequence
-from server.engine.waiting_queue import WaitingQueue
 from server.protocol import Share
 
 EVERYBODY = Share()
@@ -76,7 +75,7 @@ class OpenSequences:
         window."""
         self._has_windows = bool(windows)
         self.allocator = PageAllocator(limits.num_pages)
-        self.waiting = WaitingQueue()
+        self.waiting: dict[int, Sequence] = {}
         self.running: dict[int, Sequence] = {}
         self._decoding = Decoding(limits.layout, limits.max_running, self._capacity)
         self._shares = FairShares(limits.max_running, limits.num_pages, self.running, self.waiting)
@@ -160,7 +159,7 @@ class OpenSequences:
             )
         if self._drafts is not None and constraint is None:
             sequence.drafter = self._drafts.begin(sequence)
-        self.waiting.put(sequence)
+        self.waiting[id] = sequence
 
     def cancel(self, id: int) -> None:
         """Ends a sequence and frees its pages. An unknown id, as of a sequence that has just
