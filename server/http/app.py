@@ -15,12 +15,11 @@ from starlette.types import ASGIApp
 from server.config import ServerSection
 from server.errors import InvalidRequest, NotFound, RequestError
 from server.generation.generation import Generation
-from server.http.answer import Answers
 from server.http.documentation import documentation_routes
 from server.http.exchange import exchange_of
 from server.http.extensions import extension_routes
 from server.http.front import FrontDoor
-from server.http.handlers import Context
+from server.http.handlers import Answers, Context
 from server.http.hosts import AllowedHosts
 from server.http.keys import Keys
 from server.http.model_names import ModelNames

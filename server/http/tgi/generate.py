@@ -19,11 +19,12 @@ from server.generation.generation import Generation
 from server.generation.request import Request, with_choices
 from server.generation.stream import OpenStreams, Piece
 from server.http import fields
-from server.http.answer import Answers, Delivery, Output, OutputToken, Reply
+from server.http.answer import Output, OutputToken, Reply
 from server.http.body import read_model
 from server.http.errors import TGI
 from server.http.exchange import exchange_of
 from server.http.fields import default
+from server.http.handlers import Answers, resumes
 from server.http.routes import Route
 from server.http.tgi.fields import GenerateBody, Parameters
 from server.text.codec import Detokenizer
@@ -140,14 +141,14 @@ class TgiRoutes:
                 raise InvalidRequest(
                     "`decoder_input_details` == true is not supported when streaming tokens"
                 )
-            delivery = Delivery.of(http, stream, body.resumable)
+            resumable = resumes(http, stream, body.resumable)
             requests = await self._requests(body, parameters, exchange_of(http).client)
             streams = self.generation.start(requests, exchange_of(http).reserved)
         echoed = body.inputs if default(parameters.return_full_text, echo) else ""
         reply = TgiReply(
             self.generation, parameters, streams, echoed, arrival, len(body.inputs), in_list
         )
-        return await self.answers.answer(http, reply, delivery)
+        return await self.answers.answer(http, reply, stream, resumable)
 
     async def _requests(
         self, body: GenerateBody, parameters: Parameters, client: str
