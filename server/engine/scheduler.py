@@ -24,8 +24,6 @@ from server.engine.fair_shares import step_counts
 from server.engine.limits import Limits as Limits
 from server.engine.limits import NeverFits as NeverFits
 from server.engine.open_sequences import OpenSequences
-from server.engine.open_sequences import PromptScored as PromptScored
-from server.engine.open_sequences import TokenEvent as TokenEvent
 from server.engine.sequence import Sequence
 
 _key = attrgetter("key")

@@ -60,7 +60,7 @@ def vectors(runner: ModelRunner, prompts: list[list[int]], whole: bool = True) -
         core.scheduler.submit(id, prompt, 1, Sampling())
     found: dict[int, bytes] = {}
     while core.scheduler.has_work:
-        found |= {event.id: event.drawn.vector for event in core.step()}
+        found |= {event.id: event.vector for event in core.step()}
     assert core.scheduler.allocator.num_available == limits.num_pages
     return [np.frombuffer(found[id], np.float32) for id in range(len(prompts))]
 

@@ -11,11 +11,11 @@ import torch
 from model import sampling
 from model.devices import device
 from model.sampling import NOT_SAMPLED
-from model.step import Sample, SampledToken, SampleError, Sampling, StepPlan, StepResult
+from model.step import Sample, Sampling, StepPlan, StepResult
 from server.engine.core import EngineCore
-from server.engine.scheduler import Limits, PromptScored, Scheduler, TokenEvent
+from server.engine.scheduler import Limits, Scheduler
 from server.errors import ConstraintFailed
-from server.protocol import Guidance
+from server.protocol import Failed, Guidance, PromptScores, Token
 from tests.server.engine.test_scheduler import Forcing
 from tests.support.drawing import draw
 from tests.support.hash_model import HashModel, one_group, oracle
@@ -45,18 +45,18 @@ class SmallModel(HashModel):
 
 def run_all(
     core: EngineCore,
-) -> tuple[dict[int, list[int]], dict[int, SampleError], list[PromptScored]]:
+) -> tuple[dict[int, list[int]], dict[int, Failed], list[PromptScores]]:
     outputs: dict[int, list[int]] = {}
-    failed: dict[int, SampleError] = {}
-    scored: list[PromptScored] = []
+    failed: dict[int, Failed] = {}
+    scored: list[PromptScores] = []
     while core.scheduler.has_work:
         for event in core.step():
-            if isinstance(event, PromptScored):
+            if isinstance(event, PromptScores):
                 scored.append(event)
-            elif isinstance(event, TokenEvent) and isinstance(event.drawn, SampledToken):
-                outputs.setdefault(event.id, []).append(event.drawn.token)
-            elif isinstance(event.drawn, SampleError):
-                failed[event.id] = event.drawn
+            elif isinstance(event, Token):
+                outputs.setdefault(event.id, []).append(event.token)
+            elif isinstance(event, Failed):
+                failed[event.id] = event
         assert integrity(core.scheduler) == []
     return outputs, failed, scored
 
