@@ -25,11 +25,13 @@ from model.checkpoint.families import weight_names as names_of
 from model.checkpoint.files import (
     KINDS,
     LFS,
+    MAX_TENSORS,
     MOST_CONFIG_BYTES,
     MOST_LIST_BYTES,
     Stored,
     first_bytes,
     read_text,
+    united,
 )
 from model.checkpoint.gguf.repack import kept_in, repack, repacks
 from model.checkpoint.gguf.split import MAX_LISTED, gguf_in
@@ -39,7 +41,7 @@ from model.checkpoint.mapped import MappedRows
 from model.checkpoint.names import Entry, Part
 from model.checkpoint.pooling import pooled_files
 from model.checkpoint.reader import RawBlocks, Reader
-from model.checkpoint.safetensors_file import DTYPES, MAX_TENSORS, SafetensorsFile, named
+from model.checkpoint.safetensors_file import DTYPES, SafetensorsFile, named
 from model.decoder import Decoder, meta_decoder
 from model.devices.blocks import FORMATS
 from model.devices.products import Products
@@ -78,37 +80,21 @@ class Checkpoint:
             weights = GGUFWeights(self.gguf, folder)
             self.files = dict.fromkeys(weights.entries, weights)
             return
-        files: dict[str, SafetensorsFile] = {}
-        weight_map, header_bytes = _weight_map(folder), 0
-        for file_name in (
-            weight_names(folder) if weight_map is None else sorted(set(weight_map.values()))
-        ):
-            file = _opened(folder, file_name)
-            header_bytes += file.header_bytes
-            if header_bytes > MAX_HEADERS_BYTES or len(files) + len(file.entries) > MAX_TENSORS:
-                bounds = f"{MAX_TENSORS} tensors and {MAX_HEADERS_BYTES} bytes of headers"
-                raise CheckpointError(
-                    f"{file.path}: with the files before it, it has more than the {bounds} that "
-                    "are read of a checkpoint"
-                )
-            for name in file.entries:
-                if name in files:
-                    raise CheckpointError(
-                        f"{file.path}: tensor {name} occurs in {files[name].path.name} too"
-                    )
-                files[name] = file
+        weight_map = _weight_map(folder)
+        names = weight_names(folder) if weight_map is None else sorted(set(weight_map.values()))
+        files, tensors = united((_opened(folder, name) for name in names), MAX_HEADERS_BYTES)
         for name, file_name in (weight_map or {}).items():
-            if name not in files or files[name].path.name != file_name:
+            if name not in tensors or tensors[name].path.name != file_name:
                 raise CheckpointError(
                     f"{folder / INDEX}: tensor {short(name)} should be in {file_name}, and is not"
                 )
-        if BARE in files:
-            again = {file.path: _prefixed(file, "model.") for file in files.values()}
-            files = {f"model.{name}": again[file.path] for name, file in files.items()}
+        if BARE in tensors:
+            files = [_prefixed(file, "model.") for file in files]
         for file_name in pooled_files(folder):
-            file = _prefixed(_opened(folder, file_name), f"{Path(file_name).parent}.")
-            files |= dict.fromkeys(file.entries, file)
-        self.files = with_compressed(folder, files)
+            files.append(_prefixed(_opened(folder, file_name), f"{Path(file_name).parent}."))
+        self.files = with_compressed(
+            folder, {name: file for file in files for name in file.entries}
+        )
 
     def entry(self, name: str) -> Entry:
         """Type, shape and place of a tensor."""
