@@ -6,17 +6,10 @@ ALiBi variants are refused: those published have many key/value heads.
 """
 
 from model.checkpoint.config import Config
+from model.checkpoint.fields import ACTIVATIONS
 from model.checkpoint.names import Names, renamed
 from model.checkpoint.rope import rotary
 from model.spec import CheckpointError, ModelSpec
-
-_ACTIVATIONS = {
-    "gelu": "gelu",
-    "relu": "relu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "silu": "silu",
-}
 
 
 def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec:
@@ -64,7 +57,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
         intermediate_size=config.integer("ffn_hidden_size", 4 * hidden_size),
         max_positions=max_positions,
         norm_epsilon=config.number("layer_norm_epsilon", 1e-5),
-        activation=config.choice("activation", _ACTIVATIONS, "gelu"),
+        activation=config.choice("activation", ACTIVATIONS, "gelu"),
         attention_scale=(hidden_size // num_heads) ** -0.5,
         tied_embeddings=config.flag("tie_word_embeddings", True),
         end_token_ids=end_token_ids,

@@ -10,18 +10,9 @@ and its matrices transposed.
 from typing import Any
 
 from model.checkpoint.config import Config, short
+from model.checkpoint.fields import ACTIVATIONS
 from model.checkpoint.names import Names, Part, renamed
 from model.spec import CheckpointError, ModelSpec
-
-_ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-}
 
 
 def _refuse_several_heads(config: Config, num_heads: int) -> None:
@@ -64,7 +55,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
         intermediate_size=config.integer("n_inner", 4 * hidden_size),
         max_positions=config.integer("n_positions"),
         norm_epsilon=config.number("layer_norm_epsilon", 1e-5),
-        activation=config.choice("activation_function", _ACTIVATIONS, "gelu_pytorch_tanh"),
+        activation=config.choice("activation_function", ACTIVATIONS, "gelu_pytorch_tanh"),
         attention_scale=head_dim**-0.5 if config.flag("scale_attn_weights", True) else 1.0,
         tied_embeddings=config.flag("tie_word_embeddings", True),
         end_token_ids=end_token_ids,
@@ -73,7 +64,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
 
 def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
     """A config.json that this module and `transformers` read back as the same model."""
-    activation = next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == spec.activation)
+    activation = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == spec.activation)
     ends = spec.end_token_ids
     return {
         "model_type": "gpt_bigcode",
