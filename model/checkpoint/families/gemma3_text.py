@@ -20,15 +20,12 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         config.only(key, why="onehead does not cap logits")
     head_dim = config.columns("head_dim", 256)
-    most = config.integer("max_position_embeddings", 131_072)
-    (rotation, reach), (window_rotation, window_reach) = rotations_of(
-        config, (head_dim, head_dim), most
-    )
+    rotation, window_rotation, max_positions = rotations_of(config, (head_dim, head_dim))
     windows = windows_of(config, fields["num_layers"], 4096)
     return ModelSpec(
         **fields,
         head_dim=head_dim,
-        max_positions=min(reach, window_reach),
+        max_positions=max_positions,
         activation=config.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh"),
         attention_scale=config.number("query_pre_attn_scalar", 256.0) ** -0.5,
         norm_offset=1.0,

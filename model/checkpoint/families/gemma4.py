@@ -11,7 +11,7 @@ from model.checkpoint.config import Config
 from model.checkpoint.fields import ACTIVATIONS, llama_fields
 from model.checkpoint.layer_types import rotations_of, windows_of
 from model.checkpoint.names import Names, Part, llama_names, renamed
-from model.spec import CheckpointError, ModelSpec, Rotary
+from model.spec import CheckpointError, ModelSpec
 
 _LAYER_INPUT = {
     "layer_input.up": "per_layer_input_gate",
@@ -128,15 +128,6 @@ def _wide_head_dim(config: Config, head_dim: int, windows: tuple[int | None, ...
     return found.pop() if found else head_dim
 
 
-def _rotations(config: Config, head_dims: tuple[int, int]) -> tuple[Rotary, Rotary, int]:
-    """The rotary embeddings of full and of windowed layers, and the positions they support."""
-    most = config.integer("max_position_embeddings", 131_072)
-    (rotation, reach), (window_rotation, window_reach) = rotations_of(
-        config, head_dims, most, Config(_FULL_ROTATION, config.path)
-    )
-    return rotation, window_rotation, min(reach, window_reach)
-
-
 def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec:
     """The spec of a config.json with model_type gemma4 or gemma4_text. Raises CheckpointError
     naming the key that does not fit.
@@ -146,7 +137,9 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
     _refuse_others(config)
     head_dim, windows = config.columns("head_dim", 256), windows_of(config, num_layers, 512, True)
     wide = _wide_head_dim(config, head_dim, windows)
-    rotation, window_rotation, max_positions = _rotations(config, (wide, head_dim))
+    rotation, window_rotation, max_positions = rotations_of(
+        config, (wide, head_dim), Config(_FULL_ROTATION, config.path)
+    )
     backbone = _backbone(config, num_layers) if fields["model_type"] == _DRAFTER else 0
     sources = () if backbone else _sources(config, windows)
     input_size, input_vocab_size = (
