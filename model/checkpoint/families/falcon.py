@@ -72,10 +72,8 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
 
 def weight_names(spec: ModelSpec) -> Names:
     """Decoder parameter -> its checkpoint tensors, for every parameter of this spec."""
-    both = ("weight", "bias")
-    names = renamed({"token_embedding": "transformer.word_embeddings"}) | renamed(
-        {"final_norm": "transformer.ln_f"}, both
-    )
+    names = renamed({"token_embedding": "transformer.word_embeddings"})
+    names |= renamed({"final_norm": "transformer.ln_f"}, bias=True)
     if not spec.tied_embeddings:
         names |= renamed({"head": "lm_head"})
     if spec.shared_norm:
@@ -92,9 +90,8 @@ def weight_names(spec: ModelSpec) -> Names:
     }
     for layer in range(spec.num_layers):
         ours, theirs = f"blocks.{layer}", f"transformer.h.{layer}"
-        names |= renamed({f"{ours}.{a}": f"{theirs}.{b}" for a, b in norms.items()}, both)
+        names |= renamed({f"{ours}.{a}": f"{theirs}.{b}" for a, b in norms.items()}, bias=True)
         names |= renamed(
-            {f"{ours}.{a}": f"{theirs}.{b}" for a, b in linears.items()},
-            both if spec.qkv_bias else ("weight",),
+            {f"{ours}.{a}": f"{theirs}.{b}" for a, b in linears.items()}, spec.qkv_bias
         )
     return names

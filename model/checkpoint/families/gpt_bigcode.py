@@ -90,9 +90,8 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
 
 def weight_names(spec: ModelSpec) -> Names:
     """Decoder parameter -> its checkpoint tensors, for every parameter of this spec."""
-    both = ("weight", "bias")
     names = renamed({"token_embedding": "transformer.wte", "position_embedding": "transformer.wpe"})
-    names |= renamed({"final_norm": "transformer.ln_f"}, both)
+    names |= renamed({"final_norm": "transformer.ln_f"}, bias=True)
     if not spec.tied_embeddings:
         names |= renamed({"head": "lm_head"})
     first = spec.model_type == "gpt2"
@@ -108,7 +107,8 @@ def weight_names(spec: ModelSpec) -> Names:
     for layer in range(spec.num_layers):
         ours, theirs = f"blocks.{layer}", f"transformer.h.{layer}"
         names |= renamed(
-            {f"{ours}.attention_norm": f"{theirs}.ln_1", f"{ours}.mlp_norm": f"{theirs}.ln_2"}, both
+            {f"{ours}.attention_norm": f"{theirs}.ln_1", f"{ours}.mlp_norm": f"{theirs}.ln_2"},
+            bias=True,
         )
         for linear, parts in linears.items():
             names[f"{ours}.{linear}.weight"] = tuple(
