@@ -7,8 +7,6 @@ V, as in the decoder; the gpt2 layout keeps queries in `q_attn`, the key and the
 and its matrices transposed.
 """
 
-from typing import Any
-
 from model.checkpoint.config import Config, short
 from model.checkpoint.fields import ACTIVATIONS
 from model.checkpoint.names import Names, Part, renamed
@@ -60,32 +58,6 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
         tied_embeddings=config.flag("tie_word_embeddings", True),
         end_token_ids=end_token_ids,
     )
-
-
-def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
-    """A config.json that this module and `transformers` read back as the same model."""
-    activation = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == spec.activation)
-    ends = spec.end_token_ids
-    return {
-        "model_type": "gpt_bigcode",
-        "architectures": ["GPTBigCodeForCausalLM"],
-        "multi_query": True,
-        "vocab_size": spec.vocab_size,
-        "n_positions": spec.max_positions,
-        "n_embd": spec.hidden_size,
-        "n_layer": spec.num_layers,
-        "n_head": spec.num_query_heads,
-        "n_inner": spec.intermediate_size,
-        "activation_function": activation,
-        "layer_norm_epsilon": spec.norm_epsilon,
-        "scale_attn_weights": spec.attention_scale != 1.0,
-        "attn_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-        "tie_word_embeddings": spec.tied_embeddings,
-        "bos_token_id": ends[0] if ends else None,
-        "eos_token_id": list(ends) if len(ends) > 1 else ends[0] if ends else None,
-    }
 
 
 def weight_names(spec: ModelSpec) -> Names:

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from commands.held_out import decoder_logits
 from commands.options import PlanOptions
 from commands.plan import make_plan
+from commands.saving import save_decoder
 from model.checkpoint.families import read_spec
 from model.checkpoint.names import Part
-from model.checkpoint.saving import save_decoder
 from model.checkpoint.weights import Checkpoint, load_decoder
 from model.decoder import Decoder
 from model.devices.products import Products

@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from commands.saving import config_from_spec, save_decoder
 from model.checkpoint import files, safetensors_file, weights
-from model.checkpoint.families import gpt_bigcode, read_spec
+from model.checkpoint.families import read_spec
 from model.checkpoint.identity import ModelFiles, file_digest
-from model.checkpoint.saving import save_decoder
 from model.checkpoint.weights import Checkpoint, load_decoder
 from model.spec import CheckpointError
 from tests.model.checkpoint.test_files import POINTER
@@ -383,9 +383,7 @@ def test_end_tokens_are_the_union_of_both_configs(folder: Path) -> None:
 
 def test_saving_and_loading_is_the_identity(folder: Path, tmp_path: Path) -> None:
     decoder = load(folder)
-    save_decoder(
-        tmp_path / "saved", decoder, torch.float32, gpt_bigcode.config_from_spec(decoder.spec)
-    )
+    save_decoder(tmp_path / "saved", decoder, torch.float32, config_from_spec(decoder.spec))
     assert read_spec(tmp_path / "saved") == decoder.spec
     for (_, before), (_, after) in zip(
         decoder.named_parameters(), load(tmp_path / "saved").named_parameters(), strict=True
