@@ -8,6 +8,7 @@ decoders.
 """
 
 import mmap
+from typing import cast
 
 import numpy as np
 import torch
@@ -24,20 +25,13 @@ class MappedRows:
 
     def __init__(self, stored: Stored) -> None:
         self._kind, (num_rows, self._columns) = stored.dtype, stored.shape
-        row_bytes = stored.num_bytes // num_rows
-        first = stored.begin - stored.begin % mmap.ALLOCATIONGRANULARITY
+        shape = num_rows, stored.num_bytes // num_rows
         try:
-            with stored.path.open("rb") as file:
-                end = stored.begin + stored.num_bytes
-                mapped = mmap.mmap(
-                    file.fileno(), end - first, access=mmap.ACCESS_READ, offset=first
-                )
+            self._rows_VB = np.memmap(stored.path, np.uint8, "r", stored.begin, shape)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{stored.path}: cannot be mapped ({error})") from None
         # Rows are read in no order: what lies after one is not wanted.
-        mapped.madvise(mmap.MADV_RANDOM)
-        bytes_N = np.frombuffer(mapped, np.uint8, offset=stored.begin - first)
-        self._rows_VB = bytes_N.reshape(num_rows, row_bytes)
+        cast(mmap.mmap, self._rows_VB.base).madvise(mmap.MADV_RANDOM)
 
     def __call__(self, ids_T: Tensor) -> Tensor:
         """-> rows_TC, of ids within the table."""
