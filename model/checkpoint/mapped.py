@@ -2,9 +2,9 @@
 
 The file is mapped, so that the system keeps in memory what is read often and gives up the rest when
 memory is short. Invariant: a row has the numbers that the file's Reader gives, as float32; one that
-the Reader would refuse has NaN, so that the sequence that needs it fails alone. A file that is
-replaced by renaming goes on being read; one that is cut short ends the process. It knows nothing of
-decoders.
+the Reader would refuse has NaN or infinity, so that the sequence that needs it fails alone. A file
+that is replaced by renaming goes on being read; one that is cut short ends the process. It knows
+nothing of decoders.
 """
 
 import mmap
@@ -39,12 +39,5 @@ class MappedRows:
         if self._kind not in QUANTIZED:
             return data_TB.view(DTYPES[self._kind]).float()
         rows_TC = torch.empty(len(ids_T), self._columns)
-        try:
-            dequantize(self._kind, data_TB, rows_TC)
-        except CheckpointError:
-            for data_B, row_C in zip(data_TB, rows_TC, strict=True):
-                try:
-                    dequantize(self._kind, data_B, row_C)
-                except CheckpointError:
-                    row_C.fill_(torch.nan)
+        dequantize(self._kind, data_TB, rows_TC)
         return rows_TC

@@ -245,7 +245,7 @@ def test_scales_beyond_float16_and_packed_weights_that_nothing_describes_are_ref
     save_file(tensors | {f"{DOWN}_scale": torch.full((128, 8), 1e4)}, folder / "model.safetensors")
     with pytest.raises(
         CheckpointError,
-        match=r"down_proj\.weight has a block whose scale or minimum is beyond float16; expected "
+        match=r"down_proj\.weight has a block whose scale or minimum is .*beyond float16: .*"
         r"engine\.",
     ):
         load(folder, BlockProducts("int4"))
