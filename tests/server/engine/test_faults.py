@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from model import sampling
-from model.devices import device
 from model.sampling import NOT_SAMPLED
 from model.step import Sample, SampledToken, SampleError, Sampling, StepPlan, StepResult
 from server.engine.core import EngineCore
@@ -104,14 +103,14 @@ def test_one_row_that_cannot_be_drawn_leaves_the_others_what_they_draw(
     logits = torch.randn(5, 50)
     samples = [Sample(Sampling(temperature=0.8, seed=i), [1], [2]) for i in range(5)]
     expected = draw(logits, samples)
-    whole = device.philox_exponentials
+    whole = sampling.philox_exponentials
 
     def philox_exponentials(seed: int, *others: int) -> Any:
         if seed == 3:
             raise ZeroDivisionError
         return whole(seed, *others)
 
-    monkeypatch.setattr(device, "philox_exponentials", philox_exponentials)
+    monkeypatch.setattr(sampling, "philox_exponentials", philox_exponentials)
     assert draw(logits, samples) == [*expected[:3], NOT_SAMPLED, expected[4]]
 
 
