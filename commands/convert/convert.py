@@ -205,7 +205,7 @@ def _embedding(spec: ModelSpec, names: Container[str]) -> Part:
 
 
 def _read_safetensors(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
-    checkpoint = Checkpoint(folder)
+    checkpoint = Checkpoint(folder, spec.pooling)
     checkpoint.verify()
     names = [name for name in checkpoint.files if not is_ignored(name, spec)]
     for name in names:

@@ -43,11 +43,12 @@ def weight_names(folder: Path) -> list[str]:
 
 
 class ModelFiles:
-    """The tokenizer and the weight files of a folder, being hashed. Files that are missing are left
-    to their readers to report.
+    """The tokenizer and the weight files of a folder with this spec, being hashed. Files that are
+    missing are left to their readers to report.
     """
 
-    def __init__(self, folder: Path, tokenizer: Path) -> None:
+    def __init__(self, folder: Path, tokenizer: Path, spec: ModelSpec) -> None:
+        self._spec = spec
         index = folder / INDEX
         if index.exists():
             names = read_json(index, MOST_LIST_BYTES).get("weight_map")
@@ -55,7 +56,7 @@ class ModelFiles:
         else:
             wanted = {*weight_names(folder)}
         weights = [folder / name for name in sorted(wanted & {*os.listdir(folder)})]
-        weights += [folder / name for name in pooled_files(folder)]
+        weights += [folder / name for name in pooled_files(spec.pooling)]
         if not weights and (path := gguf_in(folder)) is not None:
             weights = part_paths(path)
         self._found = {
@@ -65,12 +66,12 @@ class ModelFiles:
         self._digests = [pool.submit(file_digest, path) for path in self._found if path != index]
         pool.shutdown(wait=False)
 
-    def digest(self, spec: ModelSpec) -> str:
+    def digest(self) -> str:
         """The digest of the model, once its files have been hashed. Raises CheckpointError where
         one was replaced meanwhile.
         """
         try:
-            parts = [repr(spec), *(hashed.result() for hashed in self._digests)]
+            parts = [repr(self._spec), *(hashed.result() for hashed in self._digests)]
             changed = [path for path, state in self._found.items() if _state(path) != state]
         except OSError as error:
             raise CheckpointError(f"{error.filename}: cannot be read ({error.strerror})") from None

@@ -46,7 +46,7 @@ from model.decoder import Decoder, meta_decoder
 from model.devices.blocks import FORMATS
 from model.devices.products import Products
 from model.devices.replacement import Held, RowMatrix, StoredTable
-from model.spec import CheckpointError, ModelSpec
+from model.spec import CheckpointError, ModelSpec, Pooling
 
 # Buffers in older checkpoints: causal masks and rotary frequencies, which the decoder computes.
 IGNORED_SUFFIXES = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -70,9 +70,11 @@ Report = Callable[[str, int, int], None]
 
 
 class Checkpoint:
-    """The tensors of a folder, by name, with every header checked. Raises CheckpointError."""
+    """The tensors of a folder, by name, with every header checked, those of linear layers after
+    `pooling` too. Raises CheckpointError.
+    """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, pooling: Pooling | None = None) -> None:
         self.folder = folder
         self.files: Mapping[str, Reader]
         self.gguf = gguf_in(folder)
@@ -90,7 +92,7 @@ class Checkpoint:
                 )
         if BARE in tensors:
             files = [_prefixed(file, "model.") for file in files]
-        for file_name in pooled_files(folder):
+        for file_name in pooled_files(pooling):
             files.append(_prefixed(_opened(folder, file_name), f"{Path(file_name).parent}."))
         self.files = with_compressed(
             folder, {name: file for file in files for name in file.entries}
@@ -195,7 +197,7 @@ def load_decoder(
     (torch's, not quantized, by default) stores them. Raises CheckpointError.
     """
     products = products or Products()
-    checkpoint = Checkpoint(folder)
+    checkpoint = Checkpoint(folder, spec.pooling)
     decoder = meta_decoder(spec)
     names = names_of(spec)
     check_tensors(folder, decoder, {name: checkpoint.entry(name) for name in checkpoint.files})

@@ -71,7 +71,7 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
     spec = read_spec(folder, pools=True)
     _check_files(start.options.max_running)
     # Hashed in threads while torch is imported and the weights are read.
-    files = ModelFiles(folder, Path(start.tokenizer))
+    files = ModelFiles(folder, Path(start.tokenizer), spec)
     _check_conversion(start, folder)
     max_context = _max_context(start, spec)
     step_tokens = max(start.options.step_tokens, max_context * spec.is_whole)
@@ -102,7 +102,7 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
         deterministic=runner.deterministic,
         multi_head_bytes_per_token=spec.multi_head_bytes_per_token(kv_dtype.itemsize),
         sequences=_sequences(limits, max_context, spec.contexts()),
-        digest=_same_model(start, files.digest(spec)),
+        digest=_same_model(start, files.digest()),
         hardware=runner.device.description(),
         device_memory=runner.device.own_memory(),
         num_graphs=runner.num_graphs,

@@ -211,20 +211,20 @@ def test_shards_without_an_index_are_read_by_their_headers(folder: Path, tiny_fo
             {name: tensors[name] for name in names[number::3]},
             folder / f"model-0000{number + 1}-of-00003.safetensors",
         )
-    before = ModelFiles(folder, folder / "tokenizer.json").digest(read_spec(folder))
+    before = ModelFiles(folder, folder / "tokenizer.json", read_spec(folder)).digest()
     load(folder)  # Of model.safetensors, which comes first.
     (folder / "model.safetensors").unlink()
     for (_, ours), (_, single) in zip(
         load(folder).named_parameters(), load(tiny_folder).named_parameters(), strict=True
     ):
         assert torch.equal(ours, single)
-    found = ModelFiles(folder, folder / "tokenizer.json").digest(read_spec(folder))
+    found = ModelFiles(folder, folder / "tokenizer.json", read_spec(folder)).digest()
     assert found != before
     save_file(
         {name: tensors[name] + 1 for name in names[1::3]},
         folder / "model-00002-of-00003.safetensors",
     )
-    assert ModelFiles(folder, folder / "tokenizer.json").digest(read_spec(folder)) != found
+    assert ModelFiles(folder, folder / "tokenizer.json", read_spec(folder)).digest() != found
     (folder / "model-00002-of-00003.safetensors").rename(folder / "other.safetensors")
     with pytest.raises(
         CheckpointError,

@@ -314,11 +314,11 @@ def test_the_digest_covers_every_part(folders: tuple[Path, Path]) -> None:
     make_folder(source, LLAMA)
     convert(source, folder)
     spec = read_spec(folder)
-    before = ModelFiles(folder, folder / "tokenizer.json").digest(spec)
+    before = ModelFiles(folder, folder / "tokenizer.json", spec).digest()
     data = bytearray((folder / "m.gguf").read_bytes())
     data[-4] ^= 1
     (folder / "m.gguf").write_bytes(data)
-    assert ModelFiles(folder, folder / "tokenizer.json").digest(spec) != before
+    assert ModelFiles(folder, folder / "tokenizer.json", spec).digest() != before
 
 
 def test_two_checkpoints_in_a_folder_are_refused_and_safetensors_come_first(
