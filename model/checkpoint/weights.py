@@ -19,15 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from model.checkpoint.compressed import with_compressed
-from model.checkpoint.config import read_json, short
+from model.checkpoint.config import short
 from model.checkpoint.families import family_of
 from model.checkpoint.families import weight_names as names_of
 from model.checkpoint.files import (
     KINDS,
     LFS,
-    MAX_TENSORS,
     MOST_CONFIG_BYTES,
-    MOST_LIST_BYTES,
     Stored,
     first_bytes,
     read_text,
@@ -36,7 +34,7 @@ from model.checkpoint.files import (
 from model.checkpoint.gguf.repack import kept_in, repack, repacks
 from model.checkpoint.gguf.split import MAX_LISTED, gguf_in
 from model.checkpoint.gguf.weights import GGUFWeights
-from model.checkpoint.identity import INDEX, SINGLE, file_digest, weight_names
+from model.checkpoint.identity import INDEX, SINGLE, file_digest, weight_files
 from model.checkpoint.mapped import MappedRows
 from model.checkpoint.names import Entry, Part
 from model.checkpoint.pooling import pooled_files
@@ -58,8 +56,6 @@ BLOCK_ELEMENTS = 2**17
 """Elements that are read and converted at a time by each thread; they fit a processor's cache."""
 MAX_HEADERS_BYTES = 2**26
 """Of all files of a checkpoint together, whose headers are in memory while it is loaded."""
-MAX_NAME_BYTES = 255
-"""The longest file name that Linux allows."""
 MANIFEST = "SHA256SUMS"
 """What `sha256sum *.safetensors *.gguf` prints. If a folder has it, its files are verified against
 it."""
@@ -82,10 +78,9 @@ class Checkpoint:
             weights = GGUFWeights(self.gguf, folder)
             self.files = dict.fromkeys(weights.entries, weights)
             return
-        weight_map = _weight_map(folder)
-        names = weight_names(folder) if weight_map is None else sorted(set(weight_map.values()))
+        names, index = weight_files(folder)
         files, tensors = united((_opened(folder, name) for name in names), MAX_HEADERS_BYTES)
-        for name, file_name in (weight_map or {}).items():
+        for name, file_name in index.items():
             if name not in tensors or tensors[name].path.name != file_name:
                 raise CheckpointError(
                     f"{folder / INDEX}: tensor {short(name)} should be in {file_name}, and is not"
@@ -376,37 +371,6 @@ def check_tied(checkpoint: Checkpoint, spec: ModelSpec, embedding: Part) -> None
             f"{checkpoint.folder}: {head.name} differs from {embedding.name}, to which "
             "config.json ties it; expected the same values, or tie_word_embeddings false"
         )
-
-
-def _weight_map(folder: Path) -> dict[str, str] | None:
-    """The index of a folder: tensor -> file. None if there is none. Raises CheckpointError."""
-    path = folder / INDEX
-    if not path.exists():
-        return None
-    weight_map = read_json(path, MOST_LIST_BYTES).get("weight_map")
-    if not isinstance(weight_map, dict) or not 0 < len(weight_map) <= MAX_TENSORS:
-        raise CheckpointError(
-            f"{path}: weight_map must map up to {MAX_TENSORS} tensor names to file names"
-        )
-    for name in weight_map.values():
-        plain = (
-            isinstance(name, str)
-            and name.isprintable()
-            and Path(name).name == name
-            and name.endswith(".safetensors")
-        )
-        if not plain or len(name.encode()) > MAX_NAME_BYTES:
-            raise CheckpointError(
-                f"{path}: {short(name)} is not the plain name of a safetensors file"
-            )
-    if (folder / "model.safetensors").exists() and set(weight_map.values()) != {
-        "model.safetensors"
-    }:
-        raise CheckpointError(
-            f"{path}: there is a model.safetensors too, and readers differ about which is meant; "
-            "remove one of them"
-        )
-    return weight_map
 
 
 def _hint(folder: Path) -> str:
