@@ -108,21 +108,18 @@ def _wide_head_dim(config: Config, head_dim: int, windows: tuple[int | None, ...
     if layers is None:
         return config.columns("global_head_dim", 512)
     config.get("global_head_dim")
-    # Written as "4", or as "04" where there are more than ten layers.
-    names = {int(name): name for name in layers.values if re.fullmatch("[0-9]{1,4}", name)}
+    full = [layer for layer, window in enumerate(windows) if window is None]
+    # Written as "4", or as "04" where there are more than ten layers; empty where all are alike.
+    given = sorted(name.zfill(4) for name in layers.values)
+    if given and given != [f"{layer:04}" for layer in full]:
+        raise config.wrong("per_layer_config", f"of the layers with full attention, {full}")
     found = set()
-    for layer, window in enumerate(windows):
-        own = layers.sub(names.get(layer, "")) or Config({}, layers.path)
-        dim = own.columns("head_dim", head_dim)
+    for name in layers.values:
+        own = layers.sub(name) or Config({}, layers.path)
+        found.add(own.columns("head_dim", head_dim))
         own.one_key_value_head("num_key_value_heads", 1, convertible=False)
-        if window is None:
-            found.add(dim)
-        elif dim != head_dim:
-            raise own.wrong("head_dim", f"{head_dim}, as of every layer with a window")
         for key in own.unread():
-            raise CheckpointError(f"{layers.path}: {layer}: {key} is not known")
-    for key in layers.unread():
-        raise CheckpointError(f"{layers.path}: there is no layer {key}")
+            raise CheckpointError(f"{layers.path}: {name}: {key} is not known")
     if len(found) > 1:
         raise config.wrong("per_layer_config", "one head_dim for all layers with full attention")
     return found.pop() if found else head_dim
