@@ -596,11 +596,8 @@ def load_worker(folder: Path, *arguments: str) -> Any:
 def test_only_pooled_is_served_when_asked_for(
     pooled: Pooled, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cost = (
-        r"held-out loss is \d\.\d+ nats per token and was \d\.\d+ before, [+-]\d\.\d+; "
-        r"`onehead train --init .*serve_pooled true"
-    )
-    with pytest.raises(CheckpointError, match=f"3 key/value heads were pooled into one, .*{cost}"):
+    way_out = r"not trained since; `onehead train --init .*serve_pooled true"
+    with pytest.raises(CheckpointError, match=f"3 key/value heads were pooled into one.*{way_out}"):
         load_worker(pooled.folder)
     with caplog.at_level(logging.WARNING, "onehead"):
         assert load_worker(pooled.folder, "--engine.serve_pooled", "true")
