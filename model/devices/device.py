@@ -34,7 +34,7 @@ before it leave."""
 class Event(Protocol):
     """A point in a device's stream of work."""
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Returns when the device has reached it."""
 
 
