@@ -104,7 +104,7 @@ class Done:
     def mark(self) -> "Done":
         return self
 
-    def wait(self) -> None: ...
+    def synchronize(self) -> None: ...
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         work()

@@ -120,21 +120,3 @@ class PageAllocator:
                     freed.append(page)
         self._free.extend(freed)
         return freed
-
-    def integrity(self) -> list[str]:
-        """What is inconsistent, in words; empty when all is well."""
-        problems = []
-        if len(set(self._free)) != len(self._free):
-            problems.append("a page is on the free list twice")
-        for page, owners in enumerate(self.owners):
-            if owners < 0:
-                problems.append(f"page {page} has {owners} owners")
-        unowned = {page for page, owners in enumerate(self.owners) if owners == 0}
-        if unowned != {*self._free, *self.cached} or not self.cached.keys().isdisjoint(self._free):
-            wrong = sorted(unowned ^ {*self._free, *self.cached})
-            problems.append(
-                f"pages {wrong} are owned, cached or free, but not exactly one of these"
-            )
-        if self.cached.keys() != {page for page in unowned if self.kept[page]}:
-            problems.append("a page is cached and not worth keeping, or the other way round")
-        return problems

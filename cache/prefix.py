@@ -12,7 +12,7 @@ import hashlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, takewhile
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from cache.layout import CacheLayout, LayerGroup
@@ -329,17 +329,3 @@ class PrefixCache:
         """Waits until the disk has what was published."""
         if self._disk is not None:
             self._disk.close()
-
-    def integrity(self) -> list[str]:
-        """What is inconsistent, in words; empty when all is well."""
-        blocks = chain(self.blocks.values(), *self.tails.values())
-        listed = {page: block for block in blocks for page in block.pages if page != DROPPED}
-        if listed != self._block_of or listed.keys() != {
-            page for page, kept in enumerate(self._allocator.kept) if kept
-        }:
-            return ["the pages in the prefix cache and those that the allocator keeps differ"]
-        return (
-            ["a block in the prefix cache has no pages"]
-            if any(set(block.pages) == {DROPPED} for block in self.blocks.values())
-            else []
-        )

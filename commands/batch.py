@@ -40,10 +40,9 @@ from server.errors import (
 )
 from server.generation.engine_client import EngineClient
 from server.generation.generation import Generation
-from server.http.answer import Answers
 from server.http.body import parse
 from server.http.errors import OPENAI
-from server.http.handlers import Context
+from server.http.handlers import Answers, Context
 from server.http.model_names import ModelNames
 from server.http.openai.routes import OpenAIRoutes
 from server.http.stream_buffer import Retention, StreamStore

@@ -34,7 +34,7 @@ def stored(
     """
     found, blocks, total = set[str](), Counter[str](), 0
     with suppress(CheckpointError):
-        checkpoint = Checkpoint(folder)
+        checkpoint = Checkpoint(folder, decoder.spec.pooling)
         check_tensors(folder, decoder, {name: checkpoint.entry(name) for name in checkpoint.files})
         names = family_of(decoder.spec.model_type).weight_names(decoder.spec)
         matrices = _matrices(decoder)

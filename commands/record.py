@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from model.checkpoint.config import Config, read_json
-from model.checkpoint.conversion import RECORD
 from model.checkpoint.files import MOST_TOKENIZER_BYTES, read_file
 
+RECORD = "conversion.json"
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",

@@ -16,11 +16,12 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from model.adjustment import adjust
 from model.decode import DecodeStep
-from model.devices.device import Device, Key, RowDraws
+from model.devices.device import Device, RowDraws
 from model.draw_words import (
     GREEDY_BELOW,
     is_adjusted,
@@ -367,8 +368,12 @@ class _Tops:
         return tops
 
 
-def _keys(samples: Sequence[Sample]) -> list[Key]:
-    return [(s.sampling.seed, s.sampling.choice, s.index) for s in samples]
+def philox_exponentials(seed: int, choice: int, index: int, count: int) -> NDArray[np.float64]:
+    """`count` exponentially distributed numbers (mean 1), a pure function of the arguments: Philox
+    (Salmon et al. 2011) with the seed as its key and a counter that starts at (choice, index).
+    """
+    philox = np.random.Philox(key=seed & (2**64 - 1), counter=[0, index, choice, 0])
+    return np.random.Generator(philox).standard_exponential(count)
 
 
 def _draw_random(device: Device, logits_SV: Tensor, samples: Sequence[Sample]) -> Tensor:
@@ -384,7 +389,11 @@ def _draw_random(device: Device, logits_SV: Tensor, samples: Sequence[Sample]) -
     probs_SV = probs_SV.masked_fill(
         probs_SV < probs_SV.amax(dim=-1, keepdim=True) * min_p_S[:, None], 0.0
     )
-    noise_SV = device.exponential_noise(_keys(samples), probs_SV.shape[-1])
+    noises = [
+        philox_exponentials(s.sampling.seed, s.sampling.choice, s.index, logits_SV.shape[-1])
+        for s in samples
+    ]
+    noise_SV = device.upload(torch.from_numpy(np.stack(noises)))
     # Never 0, where a token of probability 0 would win.
     return probs_SV.div_(noise_SV.clamp_(min=LEAST_NOISE)).argmax(dim=-1)
 

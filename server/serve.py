@@ -149,7 +149,6 @@ class Server:
             section,
             self._keys,
             self.names,
-            version("onehead"),
             self._publisher,
             self._listener.address,
         )

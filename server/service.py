@@ -289,7 +289,7 @@ def _warn_of_threads(threads: int) -> None:
             "set engine.threads, or leave it and OMP_NUM_THREADS out",
             threads,
             processors,
-            engine_threads(None, {}),
+            max(1, int(processors)),
         )
 
 

@@ -332,8 +332,8 @@ def make_checkpoint(part: Part) -> None:
     """
     import torch
 
+    from commands.saving import save_decoder
     from model.checkpoint.families import read_spec
-    from model.checkpoint.saving import save_decoder
     from model.decoder import meta_decoder
 
     shutil.copytree(

@@ -175,14 +175,14 @@ def step(worker: "Worker") -> None:
 @contextmanager
 def waiting(seconds: list[float]) -> Iterator[None]:
     """Within, every wait for the device appends what it took."""
-    from model.devices.gpu.device import CudaEvent
+    import torch
 
-    wait = CudaEvent.wait
-    watch(CudaEvent, "wait", seconds)
+    wait = torch.cuda.Event.synchronize
+    watch(torch.cuda.Event, "synchronize", seconds)
     try:
         yield
     finally:
-        CudaEvent.wait = wait  # type: ignore[method-assign]
+        torch.cuda.Event.synchronize = wait  # type: ignore[method-assign]
 
 
 def overlapping(
@@ -197,7 +197,7 @@ def overlapping(
         nonlocal before
         flight = launch(plan)
         if before is not None:
-            pending.append(not before._event.query())
+            pending.append(not before.query())
         before = flight.event
         return flight
 

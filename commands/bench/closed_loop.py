@@ -133,7 +133,7 @@ class ClosedLoop:
 
     def _step(self, steps: Steps) -> int:
         """One step of the engine; how many requests it ended."""
-        from server.engine.scheduler import TokenEvent
+        from server.protocol import PromptScores
 
         began, computed = time.perf_counter(), self._stopwatch.seconds
         news = self._core.step(self._started)
@@ -142,7 +142,9 @@ class ClosedLoop:
         steps.host.append(now - began - compute)
         steps.compute.append(compute)
         return sum(
-            self._take(event, now - self._began) for event in news if isinstance(event, TokenEvent)
+            self._take(event, now - self._began)
+            for event in news
+            if not isinstance(event, PromptScores)
         )
 
     def _started(self) -> None:
@@ -150,14 +152,14 @@ class ClosedLoop:
 
     def _take(self, event: Any, now: float) -> bool:
         """One token or failure; whether it was the request's last."""
-        from model.step import SampleError
+        from server.protocol import Failed
 
         outcome = self._outcomes[event.id]
-        if isinstance(event.drawn, SampleError):
-            outcome.failure = event.drawn.reason
+        if isinstance(event, Failed):
+            outcome.failure = event.reason
         else:
             outcome.token_times.append(now)
-            outcome.token_ids.append(event.drawn.token)
+            outcome.token_ids.append(event.token)
             if event.finish is None:
                 return False
         outcome.end = now

@@ -33,13 +33,13 @@ from commands.held_out import Logits, comparison_rows, decoder_logits, losses
 from commands.options import ConvertOptions
 from commands.progress import progress
 from commands.record import STAGES, copy_companions, fingerprint, show, write_record
+from commands.saving import config_from_spec, write_checkpoint
 from model.checkpoint.config import Config, read_json, short
 from model.checkpoint.conversion import KEY
-from model.checkpoint.families import family_of, gpt_bigcode, read_spec, spec_of
+from model.checkpoint.families import family_of, read_spec, spec_of
 from model.checkpoint.files import KINDS, LFS, MOST_LIST_BYTES, first_bytes
 from model.checkpoint.names import Entry, Part
 from model.checkpoint.safetensors_file import DTYPES
-from model.checkpoint.saving import write_checkpoint
 from model.checkpoint.spellings import respelt
 from model.checkpoint.weights import (
     TIED_DUPLICATE,
@@ -108,11 +108,7 @@ def make_plan(folder: Path) -> Plan:
             spec_of(folder, values | {"attention_head_type": "multiquery"}),
             model_type="gpt_bigcode",
         )
-        made = {
-            key: value
-            for key, value in gpt_bigcode.config_from_spec(spec).items()
-            if key not in CARRIED
-        }
+        made = {key: value for key, value in config_from_spec(spec).items() if key not in CARRIED}
         return Plan(
             folder,
             model_type,
@@ -209,7 +205,7 @@ def _embedding(spec: ModelSpec, names: Container[str]) -> Part:
 
 
 def _read_safetensors(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
-    checkpoint = Checkpoint(folder)
+    checkpoint = Checkpoint(folder, spec.pooling)
     checkpoint.verify()
     names = [name for name in checkpoint.files if not is_ignored(name, spec)]
     for name in names:

@@ -12,9 +12,8 @@ from tokenizers import Tokenizer
 from commands import corpus
 from commands.options import TrainOptions
 from commands.pictures import load_pyplot
+from commands.saving import config_from_spec, save_decoder
 from commands.train.state import TrainState
-from model.checkpoint.families import gpt_bigcode
-from model.checkpoint.saving import save_decoder
 from model.decoder import Decoder
 
 
@@ -22,9 +21,7 @@ def export(
     options: TrainOptions, decoder: Decoder, tokenizer: Tokenizer, state: TrainState
 ) -> None:
     """Writes config, bfloat16 weights, tokenizer files and loss curve to options.output."""
-    config = gpt_bigcode.config_from_spec(decoder.spec) | {
-        "multi_query": options.attention == "multi_query"
-    }
+    config = config_from_spec(decoder.spec) | {"multi_query": options.attention == "multi_query"}
     save_decoder(options.output, decoder, torch.bfloat16, config)
     tokenizer.save(str(options.output / "tokenizer.json"))
     _write_json(

@@ -14,14 +14,14 @@ from tokenizers import Tokenizer
 from commands import corpus
 from commands.held_out import comparison_rows, decoder_logits, losses
 from commands.options import TrainOptions
-from commands.record import copy_companions, fingerprint, read_record, show, write_record
+from commands.record import RECORD, copy_companions, fingerprint, read_record, show, write_record
+from commands.saving import save_decoder
 from commands.train.export import plot_losses
 from commands.train.state import TrainState
 from model.checkpoint.config import NAME, read_json
-from model.checkpoint.conversion import KEY, RECORD, only_pooled
+from model.checkpoint.conversion import KEY, only_pooled
 from model.checkpoint.families import family_of, read_spec
 from model.checkpoint.safetensors_file import DTYPES
-from model.checkpoint.saving import save_decoder
 from model.checkpoint.weights import Checkpoint, load_decoder
 from model.decoder import Decoder
 from model.spec import ModelSpec, OptionError

@@ -9,9 +9,10 @@ that names the file. It knows no keys, no torch, and not what a missing file mea
 import json
 import os
 import stat
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from model.checkpoint.names import Entry
 from model.spec import CheckpointError
@@ -24,6 +25,8 @@ MOST_LIST_BYTES = 2**25
 tensors."""
 MOST_TOKENIZER_BYTES = 2**27
 """Of tokenizer.json, and of each file that is converted to one."""
+MAX_TENSORS = 2**17
+"""Of a checkpoint; the largest published ones have some 90,000."""
 LFS = b"version https://git-lfs.github.com/"
 KINDS = {
     LFS: "a pointer of git-lfs, which stands for the file: run `git lfs pull` in the folder, or "
@@ -103,16 +106,12 @@ def read_exactly(path: Path, begin: int, into: memoryview, what: str) -> None:
     CheckpointError.
     """
     try:
-        with path.open("rb", buffering=0) as file:
+        with path.open("rb") as file:
             file.seek(begin)
-            done = 0
-            while done < len(into):
-                count = file.readinto(into[done:])
-                if not count:
-                    raise CheckpointError(
-                        f"{path}: ended within {what}: it became shorter while it was read"
-                    )
-                done += count
+            if file.readinto(into) < len(into):
+                raise CheckpointError(
+                    f"{path}: ended within {what}: it became shorter while it was read"
+                )
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
 
@@ -129,6 +128,42 @@ class Stored(Entry):
     def read(self, into: memoryview, first: int = 0) -> None:
         """Fills a buffer with the tensor's bytes from number `first` on. Raises CheckpointError."""
         read_exactly(self.path, self.begin + first, into, self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFile:
+    """A file of tensors whose header has been checked. `entries`: the tensors by name;
+    `header_bytes`: where their data begin.
+    """
+
+    path: Path
+    entries: dict[str, Stored]
+    header_bytes: int
+
+
+File = TypeVar("File", bound=TensorFile)
+
+
+def united(files: Iterable[File], most_bytes: int) -> tuple[list[File], dict[str, Stored]]:
+    """The files of one checkpoint, opened one after the other, and the tensors of all. Raises
+    CheckpointError for a name that occurs twice, and for more than MAX_TENSORS tensors or
+    `most_bytes` of headers.
+    """
+    found: list[File] = []
+    tensors: dict[str, Stored] = {}
+    header_bytes = 0
+    for file in files:
+        header_bytes += file.header_bytes
+        if header_bytes > most_bytes or len(tensors) + len(file.entries) > MAX_TENSORS:
+            raise CheckpointError(
+                f"{file.path}: with the files before it, it has more than the {MAX_TENSORS} "
+                f"tensors and {most_bytes} bytes of headers that are read of a checkpoint"
+            )
+        for name, tensor in file.entries.items():
+            if (other := tensors.setdefault(name, tensor)) is not tensor:
+                raise CheckpointError(f"{file.path}: tensor {name} occurs in {other.path.name} too")
+        found.append(file)
+    return found, tensors
 
 
 def read_text(path: Path, most: int) -> str | None:

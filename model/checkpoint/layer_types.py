@@ -7,8 +7,6 @@ from model.checkpoint.rope import rotary_of
 from model.spec import CheckpointError, Rotary
 
 LAYER_TYPES = ("sliding_attention", "full_attention")
-Reach = tuple[Rotary, int]
-"""A rotary embedding, and the number of positions that it supports."""
 
 
 def windows_of(
@@ -35,12 +33,13 @@ def windows_of(
 
 
 def rotations_of(
-    config: Config, head_dims: tuple[int, int], most: int, full: Config | None = None
-) -> tuple[Reach, Reach]:
+    config: Config, head_dims: tuple[int, int], full: Config | None = None
+) -> tuple[Rotary, Rotary, int]:
     """The rotations of layers with full attention and of layers with a window, whose heads have so
-    many columns. `full`: what `rope_parameters` say of the former where they say nothing. Raises
-    CheckpointError.
+    many columns, and the number of positions that both support. `full`: what `rope_parameters` say
+    of the former where they say nothing. Raises CheckpointError.
     """
+    most = config.integer("max_position_embeddings", 131_072)
     base, local_base = config.number("rope_theta", 1e6), config.number("rope_local_base_freq", 1e4)
     scaling, new, local = config.sub("rope_scaling"), config.sub("rope_parameters"), None
     if scaling is not None and new is not None:
@@ -53,7 +52,6 @@ def rotations_of(
             raise CheckpointError(
                 f"{config.path}: rope_parameters: {key} is none of {', '.join(LAYER_TYPES)}"
             )
-    return (
-        rotary_of(scaling or full, config.path, head_dims[0], most, base),
-        rotary_of(local, config.path, head_dims[1], most, local_base),
-    )
+    rotation, reach = rotary_of(scaling or full, config.path, head_dims[0], most, base)
+    window_rotation, window_reach = rotary_of(local, config.path, head_dims[1], most, local_base)
+    return rotation, window_rotation, min(reach, window_reach)

@@ -2,12 +2,13 @@
 
 The file is mapped, so that the system keeps in memory what is read often and gives up the rest when
 memory is short. Invariant: a row has the numbers that the file's Reader gives, as float32; one that
-the Reader would refuse has NaN, so that the sequence that needs it fails alone. A file that is
-replaced by renaming goes on being read; one that is cut short ends the process. It knows nothing of
-decoders.
+the Reader would refuse has NaN or infinity, so that the sequence that needs it fails alone. A file
+that is replaced by renaming goes on being read; one that is cut short ends the process. It knows
+nothing of decoders.
 """
 
 import mmap
+from typing import cast
 
 import numpy as np
 import torch
@@ -24,20 +25,13 @@ class MappedRows:
 
     def __init__(self, stored: Stored) -> None:
         self._kind, (num_rows, self._columns) = stored.dtype, stored.shape
-        row_bytes = stored.num_bytes // num_rows
-        first = stored.begin - stored.begin % mmap.ALLOCATIONGRANULARITY
+        shape = num_rows, stored.num_bytes // num_rows
         try:
-            with stored.path.open("rb") as file:
-                end = stored.begin + stored.num_bytes
-                mapped = mmap.mmap(
-                    file.fileno(), end - first, access=mmap.ACCESS_READ, offset=first
-                )
+            self._rows_VB = np.memmap(stored.path, np.uint8, "r", stored.begin, shape)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{stored.path}: cannot be mapped ({error})") from None
         # Rows are read in no order: what lies after one is not wanted.
-        mapped.madvise(mmap.MADV_RANDOM)
-        bytes_N = np.frombuffer(mapped, np.uint8, offset=stored.begin - first)
-        self._rows_VB = bytes_N.reshape(num_rows, row_bytes)
+        cast(mmap.mmap, self._rows_VB.base).madvise(mmap.MADV_RANDOM)
 
     def __call__(self, ids_T: Tensor) -> Tensor:
         """-> rows_TC, of ids within the table."""
@@ -45,12 +39,5 @@ class MappedRows:
         if self._kind not in QUANTIZED:
             return data_TB.view(DTYPES[self._kind]).float()
         rows_TC = torch.empty(len(ids_T), self._columns)
-        try:
-            dequantize(self._kind, data_TB, rows_TC)
-        except CheckpointError:
-            for data_B, row_C in zip(data_TB, rows_TC, strict=True):
-                try:
-                    dequantize(self._kind, data_B, row_C)
-                except CheckpointError:
-                    row_C.fill_(torch.nan)
+        dequantize(self._kind, data_TB, rows_TC)
         return rows_TC

@@ -45,14 +45,17 @@ _FOUR_NORMS = {
 """A layer's norms where branches have one too: decoder name -> checkpoint name."""
 
 
-def renamed(modules: dict[str, str], kinds: tuple[str, ...] = ("weight",)) -> Names:
-    """Parameters with a checkpoint tensor of their own: decoder module -> checkpoint module, for
-    each kind of parameter.
+KINDS = "weight", "bias"
+
+
+def renamed(modules: dict[str, str], bias: bool = False) -> Names:
+    """Weights, with `bias` biases too, that have a checkpoint tensor of their own: decoder module
+    -> checkpoint module.
     """
     return {
         f"{ours}.{kind}": (Part(f"{theirs}.{kind}"),)
         for ours, theirs in modules.items()
-        for kind in kinds
+        for kind in KINDS[: 1 + bias]
     }
 
 
@@ -60,10 +63,9 @@ def stacked(ours: str, theirs: dict[str, int], bias: bool) -> Names:
     """A linear layer that stacks several of the checkpoint's: checkpoint module -> its rows, in the
     decoder's order.
     """
-    kinds = ("weight", "bias") if bias else ("weight",)
     return {
         f"{ours}.{kind}": tuple(Part(f"{name}.{kind}", rows) for name, rows in theirs.items())
-        for kind in kinds
+        for kind in KINDS[: 1 + bias]
     }
 
 
@@ -76,8 +78,8 @@ def outer_names(spec: ModelSpec) -> Names:
 
 
 def attention_names(spec: ModelSpec, ours: str, theirs: str, layer: int) -> Names:
-    """q_proj and o_proj of a layer, where it stores keys and values k_proj and v_proj, and the
-    norms of queries and keys.
+    """q_proj of a layer, where it stores keys and values k_proj and v_proj, and the norms of
+    queries and keys.
     """
     width = spec.head_dim_of(layer)
     sizes = {"q_proj": spec.num_query_heads * width}
@@ -90,13 +92,11 @@ def attention_names(spec: ModelSpec, ours: str, theirs: str, layer: int) -> Name
         names |= renamed({f"{ours}.query_norm": f"{theirs}.q_norm"})
         if "k_proj" in sizes:
             names |= renamed({f"{ours}.key_norm": f"{theirs}.k_norm"})
-    return names | renamed(
-        {f"{ours}.out": f"{theirs}.o_proj"}, ("weight", "bias") if spec.out_bias else ("weight",)
-    )
+    return names
 
 
 def latent_names(spec: ModelSpec, ours: str, theirs: str, layer: int) -> Names:
-    """The projections of a layer's latent attention under DeepSeek's names."""
+    """The projections before a layer's latent attention under DeepSeek's names."""
     assert spec.latent is not None
     names = renamed(
         {
@@ -112,10 +112,7 @@ def latent_names(spec: ModelSpec, ours: str, theirs: str, layer: int) -> Names:
         names |= renamed(
             {f"{ours}.query_norm": f"{theirs}.q_a_layernorm", f"{ours}.query": f"{theirs}.q_b_proj"}
         )
-    names |= renamed(biased, ("weight", "bias") if spec.qkv_bias else ("weight",))
-    return names | renamed(
-        {f"{ours}.out": f"{theirs}.o_proj"}, ("weight", "bias") if spec.out_bias else ("weight",)
-    )
+    return names | renamed(biased, spec.qkv_bias)
 
 
 def gated_mlp_names(ours: str, theirs: str, intermediate_size: int, bias: bool) -> Names:
@@ -125,9 +122,7 @@ def gated_mlp_names(ours: str, theirs: str, intermediate_size: int, bias: bool) 
         {f"{theirs}.{name}": intermediate_size for name in ("gate_proj", "up_proj")},
         bias,
     )
-    return names | renamed(
-        {f"{ours}.down": f"{theirs}.down_proj"}, ("weight", "bias") if bias else ("weight",)
-    )
+    return names | renamed({f"{ours}.down": f"{theirs}.down_proj"}, bias)
 
 
 def expert_names(spec: ModelSpec, ours: str, theirs: str) -> Names:
@@ -160,6 +155,7 @@ def llama_names(spec: ModelSpec) -> Names:
         ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
         names |= renamed({f"{ours}.{norm}": f"{theirs}.{name}" for norm, name in norms.items()})
         names |= attention(spec, f"{ours}.attention", f"{theirs}.self_attn", layer)
+        names |= renamed({f"{ours}.attention.out": f"{theirs}.self_attn.o_proj"}, spec.out_bias)
         if spec.experts is not None and layer >= spec.experts.first_layer:
             names |= expert_names(spec, f"{ours}.mlp", f"{theirs}.mlp")
         else:

@@ -5,16 +5,18 @@ heads for classification.
 It knows no families and no torch.
 """
 
-import json
 import re
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from model.checkpoint.config import MOST_COLUMNS, Config, read_json, short
 from model.checkpoint.files import MOST_CONFIG_BYTES, read_text
 from model.spec import CheckpointError, PooledLayer, Pooling
 
 MODULES = "modules.json"
+LINEAR = ".linear"
+"""The name of a linear layer begins with its folder and ends so."""
 CLASSIFIES = "ForSequenceClassification"
 IN_FILE = "onehead_pooling"
 """Key of the config.json that is made of a GGUF file: the sizes of its linear layers."""
@@ -39,57 +41,61 @@ def pooling_of(folder: Path, config: Config, hidden_size: int) -> Pooling | None
     made = config.sub(IN_FILE)
     if made is not None:
         layers = tuple(
-            PooledLayer(f"{number}_Dense.linear", made.columns(inputs), made.columns(outputs))
+            PooledLayer(f"{number}_Dense{LINEAR}", made.columns(inputs), made.columns(outputs))
             for number, (inputs, outputs) in IN_FILE_LAYERS.items()
         )
         return _checked(Pooling("mean", layers), hidden_size, config.path)
     architectures = config.get("architectures")
     if isinstance(architectures, list) and str([*architectures, ""][0]).endswith(CLASSIFIES):
         return _classification(config, hidden_size)
-    modules = _modules(folder)
-    if not modules:
+    if not (places := _places(folder)):
         return None
-    path = folder / modules[1]["path"] / "config.json"
+    path = folder / places[0] / "config.json"
     pooling = Config(read_json(path), str(path))
     pooling.only("include_prompt", True, why="onehead pools a text with its prompt")
-    layers = tuple(_dense(folder, module["path"]) for module in _dense_of(modules))
+    layers = tuple(_dense(folder, place) for place in places[1:])
     return _checked(Pooling(_over(pooling), layers), hidden_size, str(folder / MODULES))
 
 
-def pooled_files(folder: Path) -> list[str]:
-    """The files of linear layers after pooling, within the folder. Raises CheckpointError."""
-    return [f"{each['path']}/model.safetensors" for each in _dense_of(_modules(folder))]
+def pooled_files(pooling: Pooling | None) -> list[str]:
+    """The files of linear layers after pooling, within the folder of safetensors."""
+    names = [layer.name for layer in pooling.layers] if pooling else []
+    return [
+        f"{name.removesuffix(LINEAR)}/model.safetensors" for name in names if name.endswith(LINEAR)
+    ]
 
 
-def _dense_of(modules: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [module for module in modules if _kind(module) == "Dense"]
+class Module(msgspec.Struct):
+    """A step of what is made of a text, in modules.json. `path`: the folder of its files."""
+
+    type: str
+    path: str = ""
 
 
-def _kind(module: dict[str, Any]) -> str:
-    return str(module["type"]).rpartition(".")[2]
-
-
-def _modules(folder: Path) -> list[dict[str, Any]]:
-    """The modules that a text passes; empty where the folder has no list of them."""
+def _places(folder: Path) -> list[str]:
+    """The folders of what pools and of the linear layers after it; empty where the folder has no
+    list of modules.
+    """
     path = folder / MODULES
     text = read_text(path, MOST_CONFIG_BYTES) if folder.is_dir() else None
     if text is None:
         return []
     try:
-        modules = json.loads(text)
-        kinds = [*map(_kind, modules)]
-        places = [str(module["path"]) for module in modules[1:]]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        raise CheckpointError(f"{path}: expected a list of modules with type and path") from None
+        modules = msgspec.json.decode(text, type=list[Module])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path}: expected a list of modules with type and path; {error}"
+        ) from None
+    kinds = [module.type.rpartition(".")[2] for module in modules]
     if kinds[:2] != ["Transformer", "Pooling"] or not _end_well(kinds[2:]):
         raise CheckpointError(
             f"{path}: the modules are {short(kinds)}; expected Transformer, Pooling, any number "
             "of Dense, and Normalize or nothing"
         )
-    for place in places:
-        if not _PLACE.fullmatch(place) or (folder / place).is_symlink():
-            raise CheckpointError(f"{path}: path {short(place)} is not a number and a name")
-    return list(modules)
+    for module in modules[1:]:
+        if not _PLACE.fullmatch(module.path) or (folder / module.path).is_symlink():
+            raise CheckpointError(f"{path}: path {short(module.path)} is not a number and a name")
+    return [m.path for m, kind in zip(modules, kinds, strict=True) if kind in ("Pooling", "Dense")]
 
 
 def _end_well(kinds: list[str]) -> bool:
@@ -114,7 +120,7 @@ def _dense(folder: Path, place: str) -> PooledLayer:
     if name not in ACTIVATIONS:
         raise config.wrong("activation_function", f"one of {', '.join(ACTIVATIONS)}")
     return PooledLayer(
-        f"{place}.linear",
+        f"{place}{LINEAR}",
         config.integer("in_features", most=MOST_COLUMNS),
         config.integer("out_features", most=MOST_COLUMNS),
         config.flag("bias", True),

@@ -19,32 +19,32 @@ import torch
 from torch import Tensor, nn
 
 from model.checkpoint.compressed import with_compressed
-from model.checkpoint.config import read_json, short
+from model.checkpoint.config import short
 from model.checkpoint.families import family_of
 from model.checkpoint.families import weight_names as names_of
 from model.checkpoint.files import (
     KINDS,
     LFS,
     MOST_CONFIG_BYTES,
-    MOST_LIST_BYTES,
     Stored,
     first_bytes,
     read_text,
+    united,
 )
 from model.checkpoint.gguf.repack import kept_in, repack, repacks
 from model.checkpoint.gguf.split import MAX_LISTED, gguf_in
 from model.checkpoint.gguf.weights import GGUFWeights
-from model.checkpoint.identity import INDEX, SINGLE, file_digest, weight_names
+from model.checkpoint.identity import INDEX, SINGLE, file_digest, weight_files
 from model.checkpoint.mapped import MappedRows
 from model.checkpoint.names import Entry, Part
 from model.checkpoint.pooling import pooled_files
 from model.checkpoint.reader import RawBlocks, Reader
-from model.checkpoint.safetensors_file import DTYPES, MAX_TENSORS, SafetensorsFile, named
+from model.checkpoint.safetensors_file import DTYPES, SafetensorsFile, named
 from model.decoder import Decoder, meta_decoder
 from model.devices.blocks import FORMATS
 from model.devices.products import Products
 from model.devices.replacement import Held, RowMatrix, StoredTable
-from model.spec import CheckpointError, ModelSpec
+from model.spec import CheckpointError, ModelSpec, Pooling
 
 # Buffers in older checkpoints: causal masks and rotary frequencies, which the decoder computes.
 IGNORED_SUFFIXES = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -56,8 +56,6 @@ BLOCK_ELEMENTS = 2**17
 """Elements that are read and converted at a time by each thread; they fit a processor's cache."""
 MAX_HEADERS_BYTES = 2**26
 """Of all files of a checkpoint together, whose headers are in memory while it is loaded."""
-MAX_NAME_BYTES = 255
-"""The longest file name that Linux allows."""
 MANIFEST = "SHA256SUMS"
 """What `sha256sum *.safetensors *.gguf` prints. If a folder has it, its files are verified against
 it."""
@@ -68,9 +66,11 @@ Report = Callable[[str, int, int], None]
 
 
 class Checkpoint:
-    """The tensors of a folder, by name, with every header checked. Raises CheckpointError."""
+    """The tensors of a folder, by name, with every header checked, those of linear layers after
+    `pooling` too. Raises CheckpointError.
+    """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, pooling: Pooling | None = None) -> None:
         self.folder = folder
         self.files: Mapping[str, Reader]
         self.gguf = gguf_in(folder)
@@ -78,37 +78,20 @@ class Checkpoint:
             weights = GGUFWeights(self.gguf, folder)
             self.files = dict.fromkeys(weights.entries, weights)
             return
-        files: dict[str, SafetensorsFile] = {}
-        weight_map, header_bytes = _weight_map(folder), 0
-        for file_name in (
-            weight_names(folder) if weight_map is None else sorted(set(weight_map.values()))
-        ):
-            file = _opened(folder, file_name)
-            header_bytes += file.header_bytes
-            if header_bytes > MAX_HEADERS_BYTES or len(files) + len(file.entries) > MAX_TENSORS:
-                bounds = f"{MAX_TENSORS} tensors and {MAX_HEADERS_BYTES} bytes of headers"
-                raise CheckpointError(
-                    f"{file.path}: with the files before it, it has more than the {bounds} that "
-                    "are read of a checkpoint"
-                )
-            for name in file.entries:
-                if name in files:
-                    raise CheckpointError(
-                        f"{file.path}: tensor {name} occurs in {files[name].path.name} too"
-                    )
-                files[name] = file
-        for name, file_name in (weight_map or {}).items():
-            if name not in files or files[name].path.name != file_name:
+        names, index = weight_files(folder)
+        files, tensors = united((_opened(folder, name) for name in names), MAX_HEADERS_BYTES)
+        for name, file_name in index.items():
+            if name not in tensors or tensors[name].path.name != file_name:
                 raise CheckpointError(
                     f"{folder / INDEX}: tensor {short(name)} should be in {file_name}, and is not"
                 )
-        if BARE in files:
-            again = {file.path: _prefixed(file, "model.") for file in files.values()}
-            files = {f"model.{name}": again[file.path] for name, file in files.items()}
-        for file_name in pooled_files(folder):
-            file = _prefixed(_opened(folder, file_name), f"{Path(file_name).parent}.")
-            files |= dict.fromkeys(file.entries, file)
-        self.files = with_compressed(folder, files)
+        if BARE in tensors:
+            files = [_prefixed(file, "model.") for file in files]
+        for file_name in pooled_files(pooling):
+            files.append(_prefixed(_opened(folder, file_name), f"{Path(file_name).parent}."))
+        self.files = with_compressed(
+            folder, {name: file for file in files for name in file.entries}
+        )
 
     def entry(self, name: str) -> Entry:
         """Type, shape and place of a tensor."""
@@ -209,7 +192,7 @@ def load_decoder(
     (torch's, not quantized, by default) stores them. Raises CheckpointError.
     """
     products = products or Products()
-    checkpoint = Checkpoint(folder)
+    checkpoint = Checkpoint(folder, spec.pooling)
     decoder = meta_decoder(spec)
     names = names_of(spec)
     check_tensors(folder, decoder, {name: checkpoint.entry(name) for name in checkpoint.files})
@@ -388,37 +371,6 @@ def check_tied(checkpoint: Checkpoint, spec: ModelSpec, embedding: Part) -> None
             f"{checkpoint.folder}: {head.name} differs from {embedding.name}, to which "
             "config.json ties it; expected the same values, or tie_word_embeddings false"
         )
-
-
-def _weight_map(folder: Path) -> dict[str, str] | None:
-    """The index of a folder: tensor -> file. None if there is none. Raises CheckpointError."""
-    path = folder / INDEX
-    if not path.exists():
-        return None
-    weight_map = read_json(path, MOST_LIST_BYTES).get("weight_map")
-    if not isinstance(weight_map, dict) or not 0 < len(weight_map) <= MAX_TENSORS:
-        raise CheckpointError(
-            f"{path}: weight_map must map up to {MAX_TENSORS} tensor names to file names"
-        )
-    for name in weight_map.values():
-        plain = (
-            isinstance(name, str)
-            and name.isprintable()
-            and Path(name).name == name
-            and name.endswith(".safetensors")
-        )
-        if not plain or len(name.encode()) > MAX_NAME_BYTES:
-            raise CheckpointError(
-                f"{path}: {short(name)} is not the plain name of a safetensors file"
-            )
-    if (folder / "model.safetensors").exists() and set(weight_map.values()) != {
-        "model.safetensors"
-    }:
-        raise CheckpointError(
-            f"{path}: there is a model.safetensors too, and readers differ about which is meant; "
-            "remove one of them"
-        )
-    return weight_map
 
 
 def _hint(folder: Path) -> str:

@@ -13,9 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from cache.pool import KVPool
@@ -27,8 +25,6 @@ from model.step import Sample, StepPlan
 
 MEMORY_ERRORS = "out of memory", "ALLOC_FAILED", "can't allocate memory"
 
-Key = tuple[int, int, int]
-"""Seed, choice and output index: all that the randomness of a draw depends on."""
 Forward = Callable[[Batch, Plans], Tensor]
 """(the rows of a step, the backend's plans for it) -> the last hidden states x_TD, valid until the
 next call. Of tokens that are not in the batch's tail, if it has one, they are those that layers
@@ -38,7 +34,7 @@ before it leave."""
 class Event(Protocol):
     """A point in a device's stream of work."""
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Returns when the device has reached it."""
 
 
@@ -246,14 +242,6 @@ class Device:
         """
         return logits_SV.logsumexp(dim=-1), *logits_SV.max(dim=-1)
 
-    def exponential_noise(self, keys: Sequence[Key], count: int) -> Tensor:
-        """`count` exponentially distributed numbers (mean 1) for each key, as float64; a pure
-        function of the key.
-        """
-        return self.upload(
-            torch.from_numpy(np.stack([philox_exponentials(*key, count) for key in keys]))
-        )
-
     def row_draws(self, num_rows: int, num_tokens: int) -> RowDraws | None:
         """Draws of up to so many rows of logits of so many tokens; None where no kernels draw."""
         return None
@@ -268,14 +256,6 @@ class Device:
         """Raises the device's own error where it can no longer compute: kernel launchers may report
         that as any error.
         """
-
-
-def philox_exponentials(seed: int, choice: int, index: int, count: int) -> NDArray[np.float64]:
-    """`count` exponentially distributed numbers (mean 1), a pure function of the arguments: Philox
-    (Salmon et al. 2011) with the seed as its key and a counter that starts at (choice, index).
-    """
-    philox = np.random.Philox(key=seed & (2**64 - 1), counter=[0, index, choice, 0])
-    return np.random.Generator(philox).standard_exponential(count)
 
 
 def is_lack_of_memory(error: Exception) -> bool:

@@ -65,7 +65,7 @@ class PendingStep:
         """Waits for the step. Further calls return the same."""
         if self._result is None:
             if self.event is not None:
-                self.event.wait()
+                self.event.synchronize()
             self._result = self._read()
         return self._result
 

@@ -12,9 +12,8 @@ from tokenizers import AddedToken, Tokenizer
 
 from commands import corpus
 from commands.options import TrainOptions
+from commands.saving import config_from_spec, save_decoder
 from commands.train.train import build_spec, initialise
-from model.checkpoint.families import gpt_bigcode
-from model.checkpoint.saving import save_decoder
 from model.decoder import Decoder
 from scripts.embedded_world import mix
 
@@ -54,7 +53,7 @@ def write(folder: Path, tokenizer_path: Path | None) -> None:
     decoder = Decoder(build_spec(options, tokenizer))
     initialise(decoder, seed=0)
     ends = [corpus.token_id(tokenizer, mark) for mark in (corpus.END, "<|end|>")]
-    config = gpt_bigcode.config_from_spec(decoder.spec) | {"eos_token_id": ends}
+    config = config_from_spec(decoder.spec) | {"eos_token_id": ends}
     folder.mkdir(parents=True, exist_ok=True)
     save_decoder(folder, decoder, torch.bfloat16, config)
     tokenizer.save(str(folder / "tokenizer.json"))

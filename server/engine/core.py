@@ -13,7 +13,8 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from model.step import PENDING, Row, SampledToken, SampleError, StepPlan, StepResult
-from server.engine.scheduler import PromptScored, Scheduler, TokenEvent
+from server.engine.open_sequences import Event
+from server.engine.scheduler import Scheduler
 
 log = logging.getLogger("onehead.engine")
 
@@ -70,21 +71,19 @@ class EngineCore:
         """Whether every open sequence waits for a mask, or for a sequence that does."""
         return self._found_nothing and self.scheduler.has_work
 
-    def step(self, before: Callable[[], object] = lambda: None) -> list[TokenEvent | PromptScored]:
+    def step(self, before: Callable[[], object] = lambda: None) -> list[Event]:
         """Runs one iteration and returns its events. An asynchronous runner launches the planned
         step and commits the previous one, so the first call has no events; any other runner
         computes and commits the planned step. `before` is called once the plan is made.
         """
-        events: list[TokenEvent | PromptScored] = [*self.scheduler.take_masks()]
+        events = self.scheduler.take_masks()
         plan = self.scheduler.plan()
         self._found_nothing = plan.is_empty and self._in_flight is None
         return events + (
             self._commit_in_flight(None) if plan.is_empty else self._compute(plan, before)
         )
 
-    def _compute(
-        self, plan: StepPlan, before: Callable[[], object]
-    ) -> list[TokenEvent | PromptScored]:
+    def _compute(self, plan: StepPlan, before: Callable[[], object]) -> list[Event]:
         before()
         try:
             pending = self.runner.launch(plan)
@@ -101,9 +100,7 @@ class EngineCore:
         result = self._run_rows(self._with_sampled_tokens(plan), reason)
         return self._commit_in_flight(None) + self.scheduler.commit(plan, result)
 
-    def _commit_in_flight(
-        self, following: tuple[StepPlan, PendingStep] | None
-    ) -> list[TokenEvent | PromptScored]:
+    def _commit_in_flight(self, following: tuple[StepPlan, PendingStep] | None) -> list[Event]:
         """Commits the step in flight, if any; `following` takes its place."""
         in_flight, self._in_flight = self._in_flight, following
         if in_flight is None:

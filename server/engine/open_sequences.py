@@ -8,9 +8,6 @@ its pages until no step in flight has a row of it.
 """
 
 from collections import deque
-from dataclasses import dataclass
-
-from msgspec import Struct
 
 from cache.disk import DiskCache
 from cache.ledger import PageLedger
@@ -23,30 +20,13 @@ from server.engine.fair_shares import FairShares
 from server.engine.limits import Limits, NeverFits
 from server.engine.prefix_reuse import PrefixReuse
 from server.engine.sequence import Constraint, Sequence
-from server.engine.waiting_queue import WaitingQueue
-from server.protocol import Share
+from server.protocol import Failed, PromptScore, PromptScores, Share, Token
 
 EVERYBODY = Share()
 
 
-class TokenEvent(Struct, frozen=True, gc=False):
-    """One more token of a sequence, with its index in the output and the finish reason if it is the
-    last; or the error that ended it.
-    """
-
-    id: int
-    index: int
-    drawn: SampledToken | SampleError
-    finish: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class PromptScored:
-    """Log-probabilities of the prompt tokens `first`, first + 1, ... of a sequence."""
-
-    id: int
-    first: int
-    scores: list[SampledToken]
+Event = Token | PromptScores | Failed
+"""What a step makes of a sequence, as the API process is told it."""
 
 
 class OpenSequences:
@@ -76,7 +56,7 @@ class OpenSequences:
         window."""
         self._has_windows = bool(windows)
         self.allocator = PageAllocator(limits.num_pages)
-        self.waiting = WaitingQueue()
+        self.waiting: dict[int, Sequence] = {}
         self.running: dict[int, Sequence] = {}
         self._decoding = Decoding(limits.layout, limits.max_running, self._capacity)
         self._shares = FairShares(limits.max_running, limits.num_pages, self.running, self.waiting)
@@ -160,7 +140,7 @@ class OpenSequences:
             )
         if self._drafts is not None and constraint is None:
             sequence.drafter = self._drafts.begin(sequence)
-        self.waiting.put(sequence)
+        self.waiting[id] = sequence
 
     def cancel(self, id: int) -> None:
         """Ends a sequence and frees its pages. An unknown id, as of a sequence that has just
@@ -199,11 +179,11 @@ class OpenSequences:
             self.allocator.marks[page] = TAKEN
         self._pages_to_clear.extend(pages)
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent | PromptScored]:
+    def commit(self, plan: StepPlan, result: StepResult) -> list[Event]:
         """Applies the result of the oldest step in flight and returns its events. Sequences that
         finish are removed, and their pages freed unless another step in flight has a row of them.
         """
-        events: list[TokenEvent | PromptScored] = []
+        events: list[Event] = []
         sequences, num_decoding = self._in_flight.popleft(), 0
         self.num_steps += 1
         assert len(result.drawn) == len(sequences), "one outcome for each row"
@@ -221,7 +201,7 @@ class OpenSequences:
         plan: StepPlan,
         sequences: list[Sequence],
         result: StepResult,
-        events: list[TokenEvent | PromptScored],
+        events: list[Event],
     ) -> None:
         """`_commit_row` for the rows of `plan.decode`: what each of them takes is the largest part
         of a step's work on the host.
@@ -244,7 +224,7 @@ class OpenSequences:
                 account, num_charged = sequence.account, 0
             num_charged += 1
             number, finish = len(sequence.output), sequence.append(drawn.token)
-            events.append(TokenEvent(sequence.id, number, drawn, finish))
+            events.append(_event(sequence.id, number, drawn, finish))
             num_computed += 1
             if finish is not None:
                 self.cancel(sequence.id)
@@ -257,7 +237,7 @@ class OpenSequences:
         sequence: Sequence,
         row: Row,
         result: StepResult,
-        events: list[TokenEvent | PromptScored],
+        events: list[Event],
     ) -> None:
         """Applies the result of one row."""
         drawn = result.drawn[index]
@@ -274,11 +254,11 @@ class OpenSequences:
         self.num_computed_tokens += end - row.start
         if index in result.scored:
             first = sequence.num_scored
-            prompt_scores, forced = sequence.take_scored(list(result.scored[index]))
+            scored, forced = sequence.take_scored(list(result.scored[index]))
+            prompt_scores = [PromptScore(s.token, s.logprob, s.rank, [*s.top]) for s in scored]
             if not isinstance(drawn, SampleError):
-                events.extend(
-                    [PromptScored(sequence.id, first, prompt_scores)] if prompt_scores else []
-                )
+                if prompt_scores:
+                    events.append(PromptScores(sequence.id, first, prompt_scores))
                 outcomes += forced
         if not isinstance(drawn, SampleError):
             self._prefix_reuse.record(sequence, end)
@@ -287,18 +267,18 @@ class OpenSequences:
             outcomes.append(drawn)
         self._append_tokens(sequence, outcomes, events)
 
-    def take_masks(self) -> list[TokenEvent]:
+    def take_masks(self) -> list[Event]:
         """Gives sequences the masks that have arrived for them, and returns an event for each whose
         constraint has failed.
         """
-        events = []
+        events: list[Event] = []
         for sequence in [
             s
             for s in self.running.values()
             if s.awaits_mask and s.constraint is not None and not s.constraint.is_pending
         ]:
             if (failure := sequence.take_mask()) is not None:
-                events.append(TokenEvent(sequence.id, len(sequence.output), failure, None))
+                events.append(_event(sequence.id, len(sequence.output), failure, None))
                 self.cancel(sequence.id)
         return events
 
@@ -356,7 +336,7 @@ class OpenSequences:
         self,
         sequence: Sequence,
         outcomes: list[SampledToken | SampleError],
-        events: list[TokenEvent | PromptScored],
+        events: list[Event],
     ) -> None:
         """Appends tokens to a sequence until it ends, with an event for each."""
         for outcome in outcomes:
@@ -364,13 +344,22 @@ class OpenSequences:
             if isinstance(outcome, SampledToken):
                 finish = sequence.append(outcome.token)
                 sequence.account.charge(0, 1)
-            events.append(TokenEvent(sequence.id, index, outcome, finish))
+            events.append(_event(sequence.id, index, outcome, finish))
             if isinstance(outcome, SampleError):
                 self._mark_corrupt(sequence, found=_is_corrupt(outcome))
             elif finish is None:
                 continue
             self.cancel(sequence.id)
             break
+
+
+def _event(id: int, index: int, drawn: SampledToken | SampleError, finish: str | None) -> Event:
+    """One more token of a sequence, with its index in the output and the finish reason if it is the
+    last; or the error that ended it.
+    """
+    if isinstance(drawn, SampledToken):
+        return Token(id, index, drawn.token, drawn.logprob, finish, drawn.top, drawn.vector)
+    return Failed(id, drawn.reason, drawn.refused, drawn.code)
 
 
 def _is_corrupt(drawn: SampledToken | SampleError | None) -> bool:

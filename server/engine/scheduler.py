@@ -24,8 +24,6 @@ from server.engine.fair_shares import step_counts
 from server.engine.limits import Limits as Limits
 from server.engine.limits import NeverFits as NeverFits
 from server.engine.open_sequences import OpenSequences
-from server.engine.open_sequences import PromptScored as PromptScored
-from server.engine.open_sequences import TokenEvent as TokenEvent
 from server.engine.sequence import Sequence
 
 _key = attrgetter("key")
@@ -231,7 +229,7 @@ class Scheduler(OpenSequences):
         self._stop_running(sequence)
         sequence.table.release()
         sequence.num_computed = 0
-        self.waiting.put(sequence)
+        self.waiting[sequence.id] = sequence
         self.num_preemptions += 1
         sequence.num_preemptions += 1
 
@@ -239,10 +237,10 @@ class Scheduler(OpenSequences):
         """Admits the first waiting sequence, if max_running and the pool allow it, with slots for
         the tokens that `budget` affords.
         """
-        sequence = self._shares.next()
-        if sequence is None or len(self.running) >= self.limits.max_running:
+        if len(self.running) >= self.limits.max_running:
             return None
-        if self.limits.is_whole and sequence.num_tokens > budget:
+        sequence = self._shares.next()
+        if sequence is None or (self.limits.is_whole and sequence.num_tokens > budget):
             return None
         blocks, most = self._prefix_reuse.find(sequence), sequence.affordable(budget)
         if blocks is None or self._lacking(sequence, blocks, most) > 0:

@@ -33,7 +33,6 @@ from model.checkpoint.families import read_spec
 from model.checkpoint.identity import ModelFiles
 from model.options import EngineOptions
 from model.spec import CheckpointError, ModelSpec, OptionError
-from model.step import SampledToken
 from server import logs, protocol
 from server.child_process import allow_files, release_freed_memory
 from server.engine.cache_view import CacheViews
@@ -42,7 +41,8 @@ from server.engine.drafts import Drafts
 from server.engine.holder import hold, in_a_thread
 from server.engine.kv_events import KvPublisher
 from server.engine.masks import MaskProcesses
-from server.engine.scheduler import Limits, NeverFits, PromptScored, Scheduler, TokenEvent
+from server.engine.open_sequences import Event
+from server.engine.scheduler import Limits, NeverFits, Scheduler
 from server.engine.speculation import load_drafts
 from server.errors import one_line
 
@@ -71,7 +71,7 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
     spec = read_spec(folder, pools=True)
     _check_files(start.options.max_running)
     # Hashed in threads while torch is imported and the weights are read.
-    files = ModelFiles(folder, Path(start.tokenizer))
+    files = ModelFiles(folder, Path(start.tokenizer), spec)
     _check_conversion(start, folder)
     max_context = _max_context(start, spec)
     step_tokens = max(start.options.step_tokens, max_context * spec.is_whole)
@@ -102,7 +102,7 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
         deterministic=runner.deterministic,
         multi_head_bytes_per_token=spec.multi_head_bytes_per_token(kv_dtype.itemsize),
         sequences=_sequences(limits, max_context, spec.contexts()),
-        digest=_same_model(start, files.digest(spec)),
+        digest=_same_model(start, files.digest()),
         hardware=runner.device.description(),
         device_memory=runner.device.own_memory(),
         num_graphs=runner.num_graphs,
@@ -367,34 +367,18 @@ class Worker:
         if started:
             self.send(protocol.Started([s.id for s in started], [s.num_cached for s in started]))
 
-    def _send_events(self, events: list[TokenEvent | PromptScored], step_seconds: float) -> None:
+    def _send_events(self, events: list[Event], step_seconds: float) -> None:
         """Sends the events of a step: scores, then tokens, then failures, as a sequence may get
         tokens before it fails.
         """
         tokens, failures = [], []
         for event in events:
-            if isinstance(event, PromptScored):
-                scores = [
-                    protocol.PromptScore(s.token, s.logprob, s.rank, list(s.top))
-                    for s in event.scores
-                ]
-                self.send(protocol.PromptScores(event.id, event.first, scores))
-                continue
-            drawn = event.drawn
-            if isinstance(drawn, SampledToken):
-                tokens.append(
-                    protocol.Token(
-                        event.id,
-                        event.index,
-                        drawn.token,
-                        drawn.logprob,
-                        event.finish,
-                        drawn.top,
-                        drawn.vector,
-                    )
-                )
+            if isinstance(event, protocol.Token):
+                tokens.append(event)
+            elif isinstance(event, protocol.Failed):
+                failures.append(event)
             else:
-                failures.append(protocol.Failed(event.id, drawn.reason, drawn.refused, drawn.code))
+                self.send(event)
         self._report(tokens, step_seconds)
         for failed in failures:
             self.send(failed)

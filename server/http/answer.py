@@ -1,8 +1,6 @@
-"""Answers: sends the reply of a started request as one JSON body, as server-sent events or lines of
-JSON, or as a resumable stream, for every dialect.
+"""Replies: what every dialect's answers are made of, and their events.
 
-Invariant: the sequences of a request are closed when its answer ends, however it ends. It knows no
-dialect's fields.
+It knows no dialect's fields, and no responses.
 """
 
 import logging
@@ -12,18 +10,13 @@ from functools import partial
 from typing import Any, Protocol
 
 import msgspec
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 
-from server.errors import InvalidRequest, RequestError
+from server.errors import RequestError
 from server.generation.arrivals import Wake
 from server.generation.request import Choice
 from server.generation.stream import OpenStreams, Piece
 from server.http import sse
-from server.http.disconnect import unless_disconnected
-from server.http.exchange import exchange_of
-from server.http.pieces import JsonAnswers
-from server.http.streams import StreamPublisher
+from server.http.errors import Dialect
 from server.text.codec import TextCodec
 
 log = logging.getLogger("onehead.api")
@@ -38,6 +31,8 @@ class Reply(Protocol):
     form: sse.Form = sse.EVENTS
     prefix: bytes = b""
     """What every event of a stream begins with, as sse.prefix_of makes it; empty: the form's."""
+    last: bytes = b""
+    """What ends a stream, such as `data: [DONE]`."""
 
     def first_chunks(self) -> list[dict[str, Any]]:
         """The chunks that a stream sends before its first piece."""
@@ -127,68 +122,6 @@ class Output:
         return sum(token.logprob or 0.0 for token in self.tokens) / max(1, len(self.tokens))
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """How a request asks for its answer. `last`: bytes that end a stream, such as `data:
-    [DONE]`.
-    """
-
-    stream: bool
-    resumable: bool
-    last: bytes = b""
-
-    @classmethod
-    def of(
-        cls, http: HttpRequest, stream: bool, resumable: bool | None, last: bytes = b""
-    ) -> "Delivery":
-        """`resumable` is taken from the body, else from the header x-stream-resumable. Raises
-        InvalidRequest.
-        """
-        resumable = (
-            bool(resumable)
-            if resumable is not None
-            else http.headers.get("x-stream-resumable") == "1"
-        )
-        if resumable and not stream:
-            raise InvalidRequest('`resumable` needs `"stream": true`', param="resumable")
-        return cls(stream, resumable, last)
-
-
-@dataclass(frozen=True, slots=True)
-class Answers:
-    """Sends answers, resumable ones by `publisher`."""
-
-    publisher: StreamPublisher
-    json_answers: JsonAnswers = field(default_factory=JsonAnswers)
-
-    async def answer(self, http: HttpRequest, reply: Reply, delivery: Delivery) -> Response:
-        """The response of a started request. Raises RequestError for a failure before the first
-        piece.
-        """
-        close = reply.streams.close
-        error_event = partial(sse.error_event, exchange_of(http).dialect, reply.form)
-        try:
-            if delivery.resumable:
-                source = ReplyEvents(reply, None, error_event, delivery.last)
-                headers = reply.headers(streamed=True)
-                return self.publisher.publish(
-                    http, source, reply.streams, reply.form, headers, delivery.last
-                )
-            exchange_of(http).body = b""  # Only a resumable stream is asked for again.
-            if not delivery.stream:
-                value = await unless_disconnected(http, full_response(reply))
-                return await self.json_answers.response(value, reply.headers(streamed=False))
-            first = await unless_disconnected(
-                http, reply.streams.first_piece(self.publisher.keep_alive)
-            )
-            source = ReplyEvents(reply, first, error_event, delivery.last)
-            headers = reply.headers(streamed=True)
-            return sse.EventResponse(source, close, headers, self.publisher.keep_alive, reply.form)
-        except BaseException:
-            close()
-            raise
-
-
 async def full_response(reply: Reply) -> Any:
     """Waits for all pieces; the JSON value of a reply that is not streamed."""
     async for piece in reply.streams:
@@ -197,23 +130,19 @@ async def full_response(reply: Reply) -> Any:
 
 
 class ReplyEvents:
-    """The events of a reply, one for each chunk; an error becomes an event, and `last` follows them
-    all.
+    """The events of a reply, one for each chunk; an error becomes an event, as the dialect has it,
+    and the reply's `last` follows them all. `first`: a piece that was taken of it already.
     """
 
-    def __init__(
-        self,
-        reply: Reply,
-        first: Piece | None,
-        error_event: Callable[[RequestError], bytes],
-        last: bytes,
-    ) -> None:
-        self._reply, self._first, self._error_event, self._last = reply, first, error_event, last
+    def __init__(self, reply: Reply, dialect: Dialect) -> None:
+        self.reply = reply
+        self.first: Piece | None = None
+        self.error_event = partial(sse.error_event, dialect, reply.form)
         self._has_begun = False
         self.ended = False
 
     def listen(self, wake: Wake) -> None:
-        self._reply.streams.listen(wake)
+        self.reply.streams.listen(wake)
 
     def take(self) -> list[bytes]:
         events: list[bytes] = []
@@ -222,26 +151,26 @@ class ReplyEvents:
         try:
             self._fill(events)
         except RequestError as error:
-            events.append(self._error_event(error))
+            events.append(self.error_event(error))
             self.ended = True
         except Exception:
             log.exception("stream failed")
             events.append(
-                self._error_event(
+                self.error_event(
                     RequestError("internal error; the server's log has it under the request id")
                 )
             )
             self.ended = True
-        if self.ended and self._last:
-            events.append(self._last)
+        if self.ended and self.reply.last:
+            events.append(self.reply.last)
         return events
 
     def _fill(self, events: list[bytes]) -> None:
-        reply, streams = self._reply, self._reply.streams
+        reply, streams = self.reply, self.reply.streams
         if not self._has_begun:
             self._has_begun = True
             self._add(events, reply.first_chunks())
-            self._add(events, reply.chunks(self._first) if self._first is not None else ())
+            self._add(events, reply.chunks(self.first) if self.first is not None else ())
         while sse.is_whole(events):
             piece = streams.take()
             if piece is None:
@@ -253,4 +182,4 @@ class ReplyEvents:
 
     def _add(self, events: list[bytes], chunks: Iterable[dict[str, Any]]) -> None:
         for chunk in chunks:
-            events.append(sse.event(chunk, self._reply.form, self._reply.prefix))
+            events.append(sse.event(chunk, self.reply.form, self.reply.prefix))

@@ -4,6 +4,7 @@ around them.
 
 import logging
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -15,12 +16,11 @@ from starlette.types import ASGIApp
 from server.config import ServerSection
 from server.errors import InvalidRequest, NotFound, RequestError
 from server.generation.generation import Generation
-from server.http.answer import Answers
 from server.http.documentation import documentation_routes
 from server.http.exchange import exchange_of
 from server.http.extensions import extension_routes
 from server.http.front import FrontDoor
-from server.http.handlers import Context
+from server.http.handlers import Answers, Context
 from server.http.hosts import AllowedHosts
 from server.http.keys import Keys
 from server.http.model_names import ModelNames
@@ -40,7 +40,6 @@ def create_app(
     section: ServerSection,
     keys: Keys,
     names: ModelNames,
-    version: str,
     publisher: StreamPublisher,
     address: str = "",
 ) -> FrontDoor:
@@ -50,20 +49,19 @@ def create_app(
     about = "Text generation with Multi-Query Attention."
     app = FastAPI(
         title="onehead",
-        version=version,
+        version=version("onehead"),
         description=about,
         openapi_url=None,
         redirect_slashes=False,
     )
-    answers = Answers(publisher)
-    context = Context(generation, section, names, answers)
+    context = Context(generation, section, names, Answers(publisher))
     table = RouteTable(
         [
-            *TgiRoutes(generation, section, names.shown, version, answers).routes(),
+            *TgiRoutes(context).routes(),
             *OpenAIRoutes(context).routes(),
             *StreamRoutes(publisher).routes(),
-            *TokenRoutes(generation, section, names, answers.json_answers).routes(),
-            *OpsRoutes(generation, version).routes(),
+            *TokenRoutes(context).routes(),
+            *OpsRoutes(context).routes(),
             *extension_routes(context),
             *documentation_routes(app, lambda path: door.keys(table.find(path)) is not None),
         ]

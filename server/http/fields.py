@@ -175,6 +175,11 @@ ONE_OR_MORE = BeforeValidator(_inputs, Text | list[Text] | TokenIds | list[Token
 lists."""
 
 
+def in_list(value: Any) -> Any:
+    """A text as a list of one."""
+    return [value] if isinstance(text_or_list(value), str) else value
+
+
 def as_parts(value: Any) -> Any:
     """A text as a list of one part."""
     return [{"type": "text", "text": value}] if isinstance(value, str) else value

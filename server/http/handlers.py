@@ -1,11 +1,12 @@
-"""Handlers: the way of a request from its body to its response, which the dialects with OpenAI's
-errors share.
+"""Handlers: the way of a request from its body to its response, which the dialects share: one JSON
+body, server-sent events or lines of JSON, or a resumable stream.
 
-Invariant: a body is read and checked before a sequence is started. It knows no dialect's fields.
+Invariant: a body is read and checked before a sequence is started; the sequences of a request are
+closed when its answer ends, however it ends. It knows no dialect's fields.
 """
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
@@ -16,15 +17,59 @@ from server.errors import InvalidRequest
 from server.generation.admission import Reservation
 from server.generation.generation import Generation
 from server.http import sse
-from server.http.answer import Answers, Delivery, Reply
+from server.http.answer import Reply, ReplyEvents, full_response
 from server.http.body import read_model
+from server.http.disconnect import unless_disconnected
 from server.http.exchange import exchange_of
 from server.http.fields import Body
 from server.http.model_names import ModelNames
+from server.http.pieces import JsonAnswers
+from server.http.streams import StreamPublisher
 
 ReadBody = TypeVar("ReadBody", bound=Body)
 Open = Callable[[Generation, Any, str, Reservation], Awaitable[Reply]]
 """Starts the sequences of a body, for the model of a name. Raises RequestError."""
+
+
+def resumes(http: HttpRequest, stream: bool, resumable: bool | None) -> bool:
+    """Whether a request asks for a resumable stream: by `resumable` of its body, else by the header
+    x-stream-resumable. Raises InvalidRequest.
+    """
+    if resumable is None:
+        resumable = http.headers.get("x-stream-resumable") == "1"
+    if resumable and not stream:
+        raise InvalidRequest('`resumable` needs `"stream": true`', param="resumable")
+    return resumable
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Sends answers, resumable ones by `publisher`."""
+
+    publisher: StreamPublisher
+    json_answers: JsonAnswers = field(default_factory=JsonAnswers)
+
+    async def answer(
+        self, http: HttpRequest, reply: Reply, stream: bool, resumable: bool = False
+    ) -> Response:
+        """The response of a started request. Raises RequestError for a failure before the first
+        piece.
+        """
+        exchange, streams, keep_alive = exchange_of(http), reply.streams, self.publisher.keep_alive
+        source = ReplyEvents(reply, exchange.dialect)
+        try:
+            if resumable:
+                return self.publisher.publish(http, source)
+            exchange.body = b""  # Only a resumable stream is asked for again.
+            if not stream:
+                value = await unless_disconnected(http, full_response(reply))
+                return await self.json_answers.response(value, reply.headers(streamed=False))
+            source.first = await unless_disconnected(http, streams.first_piece(keep_alive))
+            headers = reply.headers(streamed=True)
+            return sse.EventResponse(source, streams.close, headers, keep_alive, reply.form)
+        except BaseException:
+            streams.close()
+            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +106,15 @@ class Handlers:
             raise InvalidRequest(text, param=ignored[0])
         return ignored
 
-    async def answer(
-        self, http: HttpRequest, schema: type[Any], open: Open, last: bytes = sse.DONE
-    ) -> Response:
-        """The response to a request of a route that generates. `last`: bytes that end a stream."""
+    async def answer(self, http: HttpRequest, schema: type[Any], open: Open) -> Response:
+        """The response to a request of a route that generates."""
         body = await self.read(http, schema)
-        delivery = Delivery.of(http, bool(body.stream), body.resumable, last)
+        resumable = resumes(http, bool(body.stream), body.resumable)
         self.check_model(body, http)
         exchange = exchange_of(http)
         reply = await open(self.generation, body, self.names.shown, exchange.reserved)
         exchange.ignored = [*exchange.ignored, *reply.streams.choices[0].request.ignored]
-        return await self.answers.answer(http, reply, delivery)
+        return await self.answers.answer(http, reply, bool(body.stream), resumable)
 
     def check_model(self, body: Any, http: HttpRequest) -> None:
         """Raises NotFound where the body names a model that is not served."""

@@ -2,32 +2,31 @@
 /plan.
 """
 
-from collections.abc import Awaitable, Callable
+from functools import partial
+from importlib.metadata import version
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
-from server.generation.generation import Generation
 from server.http.errors import TGI
+from server.http.handlers import Handlers
 from server.http.routes import Access, Route
 
 
-class OpsRoutes:
-    """Handlers of these routes."""
-
-    def __init__(self, generation: Generation, version: str) -> None:
-        self.generation = generation
-        self._version = version
+class OpsRoutes(Handlers):
+    """Handlers of these routes. All answer HEAD too, which load balancers probe with."""
 
     def routes(self) -> list[Route]:
+        shown = partial(Route, methods=("GET",), dialect=TGI, head=True, tag="operations")
+        probed = partial(shown, access=Access.PUBLIC, probe=True)
         return [
-            _route("/live", self.live, Access.PUBLIC, probe=True),
-            _route("/ready", self.ready, Access.PUBLIC, probe=True),
-            _route("/health", self.health, Access.PUBLIC, probe=True),
-            _route("/ping", self.ready, Access.PUBLIC, probe=True),
-            _route("/version", self.version, Access.API_KEY),
-            _route("/metrics", self.metrics, Access.METRICS_KEY, probe=True),
-            _route("/plan", self.plan, Access.API_KEY),
+            probed("/live", handler=self.live),
+            probed("/ready", handler=self.ready),
+            probed("/health", handler=self.health),
+            probed("/ping", handler=self.ready),
+            shown("/version", handler=self.version),
+            probed("/metrics", handler=self.metrics, access=Access.METRICS_KEY),
+            shown("/plan", handler=self.plan),
         ]
 
     async def live(self) -> Response:
@@ -68,7 +67,7 @@ class OpsRoutes:
 
         In vLLM's form.
         """
-        return JSONResponse({"version": self._version})
+        return JSONResponse({"version": version("onehead")})
 
     async def metrics(self) -> Response:
         """Show metrics.
@@ -112,10 +111,3 @@ class OpsRoutes:
                 ],
             }
         )
-
-
-def _route(
-    path: str, handler: Callable[[], Awaitable[Response]], access: Access, probe: bool = False
-) -> Route:
-    """A route of this module. All answer HEAD too, which load balancers probe with."""
-    return Route(path, ("GET",), handler, TGI, access, probe=probe, head=True, tag="operations")

@@ -22,8 +22,8 @@ from server import protocol
 from server.errors import GenerationFailed, MalformedBody, RequestError, StreamCancelled
 from server.generation.arrivals import Wake
 from server.generation.clients import EVERYBODY
-from server.generation.stream import OpenStreams
 from server.http import sse
+from server.http.answer import Reply, ReplyEvents
 from server.http.errors import OPENAI
 from server.http.exchange import Exchange, exchange_of
 from server.http.front import FrontDoor
@@ -57,8 +57,7 @@ class StreamWriter:
     def __init__(self, store: StreamStore, caller: str, client: str, id: str = "") -> None:
         self._store = store
         self._exchange: Exchange | None = None
-        self._source: sse.Source
-        self._streams: OpenStreams
+        self._source: ReplyEvents
         self._last = b""
         self._error_event: ErrorEvent
         self._file: StreamFile | None = None
@@ -89,26 +88,18 @@ class StreamWriter:
         else:
             file.write(Part())
 
-    def begin(
-        self,
-        exchange: Exchange,
-        source: sse.Source,
-        streams: OpenStreams,
-        error_event: ErrorEvent,
-        last: bytes,
-        file: StreamFile | None,
-    ) -> None:
-        """Writes the events of `source` as they come. `streams` is closed when they end, in any
-        way.
+    def begin(self, exchange: Exchange, source: ReplyEvents, file: StreamFile | None) -> None:
+        """Writes the events of `source` as they come. The sequences of its reply are closed when
+        they end, in any way.
         """
+        reply, streams = source.reply, source.reply.streams
         if self.buffer.ended:  # It was cancelled meanwhile.
             streams.close()
             exchange.release()
             return
-        self._exchange, self._source, self._streams = exchange, source, streams
-        self._last = last
+        self._exchange, self._source, self._last = exchange, source, reply.last
         self.buffer.is_queued = False
-        self._say_errors_by(error_event)
+        self._say_errors_by(source.error_event)
         if file is not None:
             self._keep(file)
         streams.keeps_taken = self._file is not None
@@ -153,7 +144,8 @@ class StreamWriter:
         if self._file is not None:
             tokens: list[tuple[int, protocol.Token]] = []
             if self._exchange is not None:
-                taken, self._streams.taken = self._streams.taken, []
+                streams = self._source.reply.streams
+                taken, streams.taken = streams.taken, []
                 tokens = taken[len(self.tokens) :]
                 del self.tokens[: len(taken)]
             if new or tokens or has_ended:
@@ -180,7 +172,7 @@ class StreamWriter:
             self._store.end(self.buffer, time.monotonic())
             if self._exchange is not None:
                 self._source.listen(lambda: None)
-                self._streams.close()
+                self._source.reply.streams.close()
                 self._exchange.release()
 
 
@@ -203,46 +195,32 @@ class StreamPublisher:
         self._restored: list[tuple[Asked, StreamWriter]] = []
         """Streams of an earlier server that have not ended."""
 
-    def publish(
-        self,
-        http: HttpRequest,
-        source: sse.Source,
-        streams: OpenStreams,
-        form: sse.Form,
-        headers: dict[str, str],
-        last: bytes = b"",
-    ) -> Response:
+    def publish(self, http: HttpRequest, source: ReplyEvents) -> Response:
         """Writes the events of `source` into a stream as they come, and returns the first response
-        that reads it, or an empty one if an earlier server has begun it. `streams` is closed when
-        the events end, in any way; `last` is the last event.
+        that reads it, or an empty one if an earlier server has begun it. The sequences of its reply
+        are closed when the events end, in any way.
         """
         exchange = exchange_of(http)
         body, exchange.body = exchange.body, b""
         exchange.outlives_response = True
-        error_event = partial(sse.error_event, exchange.dialect, form)
         if isinstance(exchange.stream, StreamWriter):
-            exchange.stream.begin(exchange, source, streams, error_event, last, None)
+            exchange.stream.begin(exchange, source, None)
             return Response(status_code=204)
+        headers = source.reply.headers(streamed=True)
         writer = StreamWriter(self.store, exchange.caller, exchange.client)
-        file = self._file(http, writer.buffer.id, streams, body, form.named, last)
-        writer.begin(exchange, source, streams, error_event, last, file)
+        writer.begin(exchange, source, self._file(http, writer.buffer.id, source.reply, body))
         return self.follow(writer.buffer, 0, headers)
 
     def _file(
-        self,
-        http: HttpRequest,
-        stream_id: str,
-        streams: OpenStreams,
-        body: bytes,
-        is_named: bool,
-        last: bytes,
+        self, http: HttpRequest, stream_id: str, reply: Reply, body: bytes
     ) -> StreamFile | None:
         """A file for a new stream if there is a journal. What scores its prompt is not kept: the
         scores are no part of the tokens.
         """
-        if self._journal is None or streams.submits[0].score_prompt:
+        submits, reservation = reply.streams.submits, reply.streams.reservation
+        if self._journal is None or submits[0].score_prompt:
             return None
-        exchange, reservation = exchange_of(http), streams.reservation
+        exchange = exchange_of(http)
         asked = Asked(
             stream_id=stream_id,
             caller=exchange.caller,
@@ -254,10 +232,10 @@ class StreamPublisher:
             path=http.scope["path"],
             headers=[pair for pair in http.headers.raw if pair[0] in KEPT_HEADERS],
             body=body,
-            submits=[*streams.submits],
+            submits=[*submits],
             model=self._model(),
-            is_named=is_named,
-            last=last,
+            is_named=reply.form.named,
+            last=reply.last,
         )
         return self._journal.open(asked)
 

@@ -7,33 +7,18 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from server.config import ServerSection
 from server.errors import InvalidRequest
-from server.generation.generation import Generation
-from server.http.body import check, read_model, read_value
+from server.http.body import check, read_value
 from server.http.errors import OPENAI, TGI
 from server.http.exchange import exchange_of
-from server.http.model_names import ModelNames
-from server.http.pieces import JsonAnswers
+from server.http.handlers import Handlers
 from server.http.routes import Route
 from server.http.token_fields import DetokenizeBody, TokenizeBody
 from server.text.jobs import AnyJob, Decode, Encode, EncodeChat, EncodeWithPlaces
 
 
-class TokenRoutes:
+class TokenRoutes(Handlers):
     """Handlers of both routes."""
-
-    def __init__(
-        self,
-        generation: Generation,
-        section: ServerSection,
-        names: ModelNames,
-        answers: JsonAnswers,
-    ) -> None:
-        self.generation = generation
-        self.names = names
-        self.section = section
-        self.answers = answers
 
     def routes(self) -> list[Route]:
         # The dialect of /tokenize is TGI's until its body has been read.
@@ -58,18 +43,18 @@ class TokenRoutes:
             return Response(
                 await convert(EncodeWithPlaces(body.inputs)), media_type="application/json"
             )
-        self.names.resolve(body.model, http.headers.get("host"))
+        self.check_model(body, http)
         if body.messages is not None:
-            known = self.generation.texts
             exchange = exchange_of(http)
-            exchange.ignored = [*exchange.ignored, *body.fit(known.variables)]
-            ids = await convert(EncodeChat(body.chat_input(known.texts.calls.form is not None)))
+            exchange.ignored = [*exchange.ignored, *self.fit(body)]
+            known = self.generation.texts.texts
+            ids = await convert(EncodeChat(body.chat_input(known.calls.form is not None)))
             if body.add_special_tokens and ids[:1] != codec.opening[:1]:
                 ids = codec.opening + ids
         elif body.content is not None:
             ids = await convert(Encode(body.content, bare=not body.add_special))
             tokens = map(self._piece, ids) if body.with_pieces else iter(ids)
-            return await self.answers.response({"tokens": tokens})
+            return await self.answers.json_answers.response({"tokens": tokens})
         else:
             ids = await convert(Encode(body.prompt or "", bare=body.add_special_tokens is False))
         names = map(codec.tokenizer.id_to_token, ids) if body.return_token_strs else None
@@ -79,7 +64,7 @@ class TokenRoutes:
             "tokens": iter(ids),
             "token_strs": names,
         }
-        return await self.answers.response(answer)
+        return await self.answers.json_answers.response(answer)
 
     def _convert(self, http: HttpRequest) -> Callable[[AnyJob], Awaitable[Any]]:
         """Generation.convert, for the client of a request."""
@@ -99,8 +84,8 @@ class TokenRoutes:
 
         In llama.cpp's form, `content`, and in vLLM's, `prompt`.
         """
-        body = await read_model(http, DetokenizeBody, self.section)
-        self.names.resolve(body.model, http.headers.get("host"))
+        body = await self.read(http, DetokenizeBody)
+        self.check_model(body, http)
         largest, vocab_size = max(body.tokens, default=0), self.generation.ready.vocab_size
         if largest >= vocab_size:
             raise InvalidRequest(
@@ -109,4 +94,4 @@ class TokenRoutes:
                 param="tokens",
             )
         (text,) = await self._convert(http)(Decode([body.tokens]))
-        return await self.answers.response({"content": text, "prompt": text})
+        return await self.answers.json_answers.response({"content": text, "prompt": text})

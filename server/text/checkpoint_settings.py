@@ -59,8 +59,6 @@ class CheckpointFiles:
         }
         """The sampling parameters in generation_config.json, by name."""
         self.eos_token = self.special_token("eos_token")
-        self.response_template = self._tokenizer.get("response_template")
-        """How replies are to be parsed, in the form of transformers; unchecked."""
 
     def special_token(self, key: str) -> str | None:
         """The text of `bos_token`, `eos_token` or another special token, given as a string or an

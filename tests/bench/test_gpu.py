@@ -33,7 +33,6 @@ from bench.gpu.serve import fill, steady
 from bench.gpu.step import GREEDY, kinds, plan_of, waiting
 from model.checkpoint.families import read_spec
 from model.decoder import meta_decoder
-from model.devices.gpu import device as streams
 from model.step import SampledToken, SampleError
 from server.config import EMBEDDED_MODEL
 from tests.support.drawing import draw
@@ -400,15 +399,15 @@ def test_waiting_is_not_the_host_s_work(
     monkeypatch.setattr(launch_costs, "create_backend", lambda _, *sizes: ListedReference(*sizes))
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(FakeEvent, "behind", behind)
-    monkeypatch.setattr(launch_costs.Done, "mark", lambda _: streams.CudaEvent())
+    monkeypatch.setattr(launch_costs.Done, "mark", lambda _: FakeEvent())
     part = Part(tmp_path / "gpu.zip", "part", "cpu", True, tmp_path, 100.0)
-    wait = streams.CudaEvent.wait
+    wait = FakeEvent.synchronize
     worker = launch_costs.make_worker(len(part.workload.prompts), 256)
     fill(part, worker.core)
     found = steady(part, worker)
     assert found["sequences"] == 6 and found["overlapped"] == (1.0 if behind else 0.0)
     assert found["step"] > 0.005 and found["host"] < found["step"] - 0.004
-    assert streams.CudaEvent.wait is wait
+    assert FakeEvent.synchronize is wait
 
 
 class FakeWrapper:

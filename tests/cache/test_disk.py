@@ -20,6 +20,7 @@ from cache.table import DROPPED
 from model.step import Sampling
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, Scheduler
+from server.protocol import Token
 from tests.support.hash_model import HashModel, oracle
 from tests.support.integrity import integrity
 
@@ -101,8 +102,8 @@ class Servers:
                 outputs[id] = []
                 self.scheduler.submit(id, self.prompts[number], 10, Sampling(seed=id))
             for event in self.core.step():
-                assert hasattr(event, "drawn") and hasattr(event.drawn, "token")
-                outputs[event.id].append(event.drawn.token)
+                assert isinstance(event, Token)
+                outputs[event.id].append(event.token)
             assert integrity(self.scheduler) == []
         for id, number in enumerate(numbers):
             assert outputs[id] == oracle(self.prompts[number], 10, 0, frozenset(), id, 0.0)

@@ -25,9 +25,10 @@ from commands.convert import convert as convert_tool
 from commands.convert.convert import convert
 from commands.held_out import decoder_logits
 from commands.options import ConvertOptions, TrainOptions
+from commands.saving import config_from_spec
 from commands.train import train
 from model.checkpoint.conversion import only_pooled
-from model.checkpoint.families import gpt_bigcode, read_spec
+from model.checkpoint.families import read_spec
 from model.checkpoint.weights import load_decoder
 from model.spec import CheckpointError, OptionError
 from server.config import EngineSettings, ServerSection, load
@@ -288,7 +289,7 @@ def test_several_end_tokens_of_a_spec_are_written(tmp_path: Path) -> None:
     spec = replace(
         read_spec(make_family_checkpoint("santacoder", 0, tmp_path).folder), end_token_ids=(3, 5)
     )
-    config = gpt_bigcode.config_from_spec(spec)
+    config = config_from_spec(spec)
     assert config["eos_token_id"] == [3, 5] and config["bos_token_id"] == 3
 
 
@@ -595,11 +596,8 @@ def load_worker(folder: Path, *arguments: str) -> Any:
 def test_only_pooled_is_served_when_asked_for(
     pooled: Pooled, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cost = (
-        r"held-out loss is \d\.\d+ nats per token and was \d\.\d+ before, [+-]\d\.\d+; "
-        r"`onehead train --init .*serve_pooled true"
-    )
-    with pytest.raises(CheckpointError, match=f"3 key/value heads were pooled into one, .*{cost}"):
+    way_out = r"not trained since; `onehead train --init .*serve_pooled true"
+    with pytest.raises(CheckpointError, match=f"3 key/value heads were pooled into one.*{way_out}"):
         load_worker(pooled.folder)
     with caplog.at_level(logging.WARNING, "onehead"):
         assert load_worker(pooled.folder, "--engine.serve_pooled", "true")

@@ -23,6 +23,7 @@ from model.runner.runner import ModelRunner
 from model.step import Row, Sample, SampledToken, SampleError, Sampling, StepPlan
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, Scheduler
+from server.protocol import Token
 from tests.support.checkpoints import SHAPES, TinyCheckpoint, make_checkpoint
 from tests.support.integrity import integrity
 
@@ -142,8 +143,8 @@ def finish(core: EngineCore) -> dict[int, list[int]]:
     outputs: dict[int, list[int]] = {}
     while core.scheduler.has_work:
         for advance in core.step():
-            assert isinstance(advance.drawn, SampledToken)
-            outputs.setdefault(advance.id, []).append(advance.drawn.token)
+            assert isinstance(advance, Token)
+            outputs.setdefault(advance.id, []).append(advance.token)
         assert integrity(core.scheduler) == []
     return outputs
 

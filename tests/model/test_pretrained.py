@@ -13,12 +13,13 @@ from commands.corpus import SPECIAL_TOKENS
 from model.checkpoint.families import read_spec
 from model.options import EngineOptions
 from model.runner.runner import ModelRunner
-from model.step import SampledToken, Sampling
+from model.step import Sampling
 from scripts.embedded_world import mix
 from scripts.embedded_world.start import MARKS
 from server.config import EMBEDDED_MODEL
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, Scheduler
+from server.protocol import Token
 from server.text.calls.formats import format_of
 from server.text.chat_template import ChatTemplate
 from server.text.codec import TextCodec
@@ -82,11 +83,7 @@ def test_the_same_greedy_tokens_as_transformers(prompt: str) -> None:
     core.scheduler.submit(0, ids, 60, Sampling(temperature=0.0))
     ours = []
     while core.scheduler.has_work:
-        ours += [
-            advance.drawn.token
-            for advance in core.step()
-            if isinstance(advance.drawn, SampledToken)
-        ]
+        ours += [advance.token for advance in core.step() if isinstance(advance, Token)]
     oracle = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32).eval()
     theirs = oracle.generate(
         torch.tensor([ids]),

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.devices import find_device
-from model.devices.device import philox_exponentials
-from model.sampling import Scores
+from model.sampling import Scores, philox_exponentials
 from model.step import Sample, SampledToken, SampleError, Sampling
 from tests.support.drawing import draw
 

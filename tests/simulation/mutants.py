@@ -90,8 +90,8 @@ MUTANTS = (
         "crossed streams",
         Worker,
         "_send_events",
-        "event.id,\n",
-        "events[0].id,\n",
+        "tokens.append(event)",
+        "tokens.append(msgspec.structs.replace(event, id=tokens[0].id) if tokens else event)",
     ),
     Mutant(
         "a replay without its tokens",

@@ -23,9 +23,10 @@ import torch
 
 from cache.table import PageTable
 from model.runner.runner import ModelRunner
-from model.step import SampledToken, Sampling
+from model.step import Sampling
 from server.engine.core import EngineCore
-from server.engine.scheduler import Limits, PromptScored, Scheduler, TokenEvent
+from server.engine.scheduler import Limits, Scheduler
+from server.protocol import PromptScores, Token
 from tests.support.integrity import integrity
 
 BATCHES = 2, 7, 32, 64
@@ -181,19 +182,18 @@ def step(core: EngineCore, traces: dict[int, Trace]) -> list[int]:
     ended = []
     for event in core.step():
         trace = traces.setdefault(event.id, [])
-        if isinstance(event, PromptScored):
+        if isinstance(event, PromptScores):
             trace += [
                 ("scored", score.token, score.logprob.hex(), score.rank, _bits(score.top))
                 for score in event.scores
             ]
-        elif isinstance(event, TokenEvent) and isinstance(event.drawn, SampledToken):
-            drawn = event.drawn
+        elif isinstance(event, Token):
             trace.append(
-                ("drawn", drawn.token, drawn.logprob.hex(), event.finish, _bits(drawn.top))
+                ("drawn", event.token, event.logprob.hex(), event.finish, _bits(event.top))
             )
             ended += [] if event.finish is None else [event.id]
         else:
-            trace.append(("failed", event.drawn.reason))
+            trace.append(("failed", event.reason))
             ended.append(event.id)
     core.scheduler.take_started()
     return ended

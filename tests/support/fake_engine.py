@@ -337,13 +337,6 @@ def serve(
     publisher = StreamPublisher(
         StreamStore(Retention()), section.keep_alive, journal, lambda: generation.ready.digest
     )
-    app = create_app(
-        generation,
-        section,
-        keys,
-        names,
-        "0",
-        publisher,
-    )
+    app = create_app(generation, section, keys, names, publisher)
     supervisor.start()
     return Served(engine, supervisor, client, generation, app, publisher)

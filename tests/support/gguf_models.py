@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from commands.saving import save_decoder
 from model.checkpoint.families import spec_of
 from model.checkpoint.gguf.types import BY_NAME
-from model.checkpoint.saving import save_decoder
 from model.decoder import meta_decoder
 
 SCALES: dict[str, tuple[int, ...]] = {kind: (0,) for kind in ("Q8_0", "Q4_0", "Q5_0")}

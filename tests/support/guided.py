@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from model.step import Row, SampledToken, SampleError, Sampling
+from model.step import Row, SampledToken, Sampling
 from server import protocol
 from server.engine.core import EngineCore
-from server.engine.scheduler import Limits, Scheduler, TokenEvent
+from server.engine.scheduler import Limits, Scheduler
 from server.errors import ConstraintFailed, InvalidRequest
 from server.guidance import grammar_tokenizer
-from server.protocol import Guidance
+from server.protocol import Failed, Guidance, Token
 from server.text.codec import TextCodec
 from server.text.constraints import Grammars
 from server.text.service import Source
@@ -191,12 +191,11 @@ class Engine:
 
     def step(self) -> None:
         for event in self.core.step():
-            assert isinstance(event, TokenEvent)
-            if isinstance(event.drawn, SampleError):
-                self._end(event.id, event.drawn.reason)
+            if isinstance(event, Failed):
+                self._end(event.id, event.reason)
                 continue
-            assert event.index == len(self._outputs[event.id])
-            self._outputs[event.id].append(event.drawn.token)
+            assert isinstance(event, Token) and event.index == len(self._outputs[event.id])
+            self._outputs[event.id].append(event.token)
             if event.finish is not None:
                 self._end(event.id, event.finish)
 

@@ -3,7 +3,10 @@ with each other.
 """
 
 from collections import Counter
+from itertools import chain
 
+from cache.pages import PageAllocator
+from cache.prefix import PrefixCache
 from cache.table import DROPPED
 from model.decode import NO_LINE
 from server.engine.scheduler import Scheduler
@@ -15,7 +18,7 @@ def integrity(scheduler: Scheduler) -> list[str]:
     allocator = scheduler.allocator
     reuse = scheduler._prefix_reuse
     waiting = scheduler.waiting.values()
-    problems = allocator.integrity() + reuse.prefixes.integrity()
+    problems = allocator_problems(allocator) + prefix_problems(reuse.prefixes)
     holders = [*scheduler.running.values(), *scheduler.ended_in_flight]
     owners = Counter(page for sequence in holders for page in sequence.table.owned)
     if len(owners) != allocator.num_owned or any(
@@ -36,6 +39,39 @@ def integrity(scheduler: Scheduler) -> list[str]:
     if not all(sequence.num_in_flight for sequence in scheduler.ended_in_flight):
         problems.append("a sequence that has ended holds pages without a step in flight")
     return problems + _decoding(scheduler)
+
+
+def allocator_problems(allocator: PageAllocator) -> list[str]:
+    """What is inconsistent in an allocator, in words; empty when all is well."""
+    problems = []
+    free, cached = allocator._free, allocator.cached
+    if len(set(free)) != len(free):
+        problems.append("a page is on the free list twice")
+    for page, owners in enumerate(allocator.owners):
+        if owners < 0:
+            problems.append(f"page {page} has {owners} owners")
+    unowned = {page for page, owners in enumerate(allocator.owners) if owners == 0}
+    if unowned != {*free, *cached} or not cached.keys().isdisjoint(free):
+        wrong = sorted(unowned ^ {*free, *cached})
+        problems.append(f"pages {wrong} are owned, cached or free, but not exactly one of these")
+    if cached.keys() != {page for page in unowned if allocator.kept[page]}:
+        problems.append("a page is cached and not worth keeping, or the other way round")
+    return problems
+
+
+def prefix_problems(cache: PrefixCache) -> list[str]:
+    """What is inconsistent in a prefix cache, in words; empty when all is well."""
+    blocks = chain(cache.blocks.values(), *cache.tails.values())
+    listed = {page: block for block in blocks for page in block.pages if page != DROPPED}
+    if listed != cache._block_of or listed.keys() != {
+        page for page, kept in enumerate(cache._allocator.kept) if kept
+    }:
+        return ["the pages in the prefix cache and those that the allocator keeps differ"]
+    return (
+        ["a block in the prefix cache has no pages"]
+        if any(set(block.pages) == {DROPPED} for block in cache.blocks.values())
+        else []
+    )
 
 
 def _decoding(scheduler: Scheduler) -> list[str]:

@@ -71,7 +71,7 @@ class RecordedEvent:
     def __init__(self, stream: "RecordingStream", number: int) -> None:
         self.stream, self.number = stream, number
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         while self.stream.num_done < self.number:
             self.stream.do_one()
 

@@ -107,10 +107,6 @@ TOOL_MODELS = {
     "granite": ToolModel(
         (), _JSON_TOOLS.replace("OPEN", "<function_call> ").replace("CLOSE", "\n")
     ),
-    "jamba": ToolModel(
-        ("<tool_calls>", "</tool_calls>"),
-        _JSON_TOOLS.replace("OPEN", "<tool_calls>[").replace("CLOSE", "]</tool_calls>"),
-    ),
     "plain": ToolModel((), PLAIN),
 }
 

@@ -121,7 +121,7 @@ def base(folder: Path, family: str, kind: str) -> Parts:
     number = {found.name: number for number, found in BLOCK_TYPES.items()}
     tensors = [
         [name, [*entry.shape[::-1]], number[entry.dtype], entry.begin - file.header_bytes]
-        for name, entry in file.tensors.items()
+        for name, entry in file.entries.items()
     ]
     pairs = [
         pair(key, value if isinstance(value, bool | int | float | str) else list(value))

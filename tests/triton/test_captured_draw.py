@@ -17,9 +17,10 @@ from model.devices import create_backend
 from model.devices.gpu import upload
 from model.devices.gpu.device import GpuDevice
 from model.runner.runner import ModelRunner, all_in_page_0
-from model.step import Row, Sample, SampledToken, Sampling, StepPlan, bitmap
+from model.step import Row, Sample, Sampling, StepPlan, bitmap
 from server.engine.core import EngineCore
-from server.engine.scheduler import Limits, Scheduler, TokenEvent
+from server.engine.scheduler import Limits, Scheduler
+from server.protocol import Failed, Token
 from tests.model.runner.test_overlapped import MAX_CONTEXT, PAGE, Launched
 from tests.model.test_decoder import finish, load, make_pool
 from tests.support.checkpoints import SHAPES, make_checkpoint
@@ -107,11 +108,10 @@ def test_states_that_are_not_finite_fail_their_own_row(tmp_path: Path) -> None:
     failed, finished = [], []
     while core.scheduler.has_work:
         for event in core.step():
-            assert isinstance(event, TokenEvent)
-            if not isinstance(event.drawn, SampledToken):
-                assert event.drawn.code == "numerical_error" and "states" in event.drawn.reason
+            if isinstance(event, Failed):
+                assert event.code == "numerical_error" and "states" in event.reason
                 failed.append(event.id)
-            elif event.finish:
+            elif isinstance(event, Token) and event.finish:
                 finished.append(event.id)
     assert (failed, finished) == ([0], [1]) and stream.num_replays > 2
 

@@ -20,9 +20,10 @@ from model.devices.gpu.device import GpuDevice
 from model.layers import RMSNorm
 from model.options import EngineOptions
 from model.runner.runner import ModelRunner
-from model.step import Row, SampledToken, Sampling, Scoring, StepPlan
+from model.step import Row, Sampling, Scoring, StepPlan
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, Scheduler
+from server.protocol import Token
 from tests.model.test_decoder import (
     CPU,
     GREEDY,
@@ -145,18 +146,18 @@ SAMPLINGS = [Sampling(seed=0, top_p=0.9), Sampling(seed=1), Sampling(seed=2, typ
 def check_bits(runner: ModelRunner) -> None:
     """The same whole, in chunks and in a batch."""
 
-    def drawn(submitted: list[int], step_tokens: int) -> dict[int, list[SampledToken]]:
+    def drawn(submitted: list[int], step_tokens: int) -> dict[int, list[Token]]:
         core = EngineCore(
             Scheduler(Limits(runner.pool.num_pages, runner.pool.layout, 512, 8, step_tokens)),
             runner,
         )
         for i in submitted:
             core.scheduler.submit(i, PROMPTS[i], 3, SAMPLINGS[i], num_top=2)
-        found: dict[int, list[SampledToken]] = {i: [] for i in submitted}
+        found: dict[int, list[Token]] = {i: [] for i in submitted}
         while core.scheduler.has_work:
             for advance in core.step():
-                assert isinstance(advance.drawn, SampledToken)
-                found[advance.id].append(advance.drawn)
+                assert isinstance(advance, Token)
+                found[advance.id].append(advance)
         return found
 
     together = drawn([0, 1, 2], 64)

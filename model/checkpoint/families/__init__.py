@@ -62,8 +62,7 @@ def weight_names(spec: ModelSpec) -> Names:
     """Decoder parameter -> its checkpoint tensors, for every parameter of this spec."""
     names = family_of(spec.model_type).weight_names(spec)
     for number, layer in enumerate(spec.pooling.layers if spec.pooling else ()):
-        kinds = ("weight", "bias") if layer.bias else ("weight",)
-        names |= renamed({f"pooler.layers.{number}": layer.name}, kinds)
+        names |= renamed({f"pooler.layers.{number}": layer.name}, layer.bias)
     return names
 
 

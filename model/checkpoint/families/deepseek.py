@@ -5,7 +5,8 @@ Layers for predicting several tokens, which published V3 checkpoints append, are
 """
 
 from model.checkpoint.config import Config
-from model.checkpoint.names import Names, llama_names
+from model.checkpoint.fields import ACTIVATIONS, llama_fields
+from model.checkpoint.names import llama_names
 from model.checkpoint.rope import rotary, scaling_of, yarn_scale
 from model.spec import CheckpointError, Experts, Latent, ModelSpec
 
@@ -88,8 +89,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
     """
     model_type = config.get("model_type")
     is_v3, is_dense = model_type == "deepseek_v3", model_type == "youtu"
-    hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    num_layers = config.layers("num_hidden_layers")
+    fields = llama_fields(config, end_token_ids, tied=is_dense)
     for key in ("num_key_value_heads", "ep_size", "aux_loss_alpha", "seq_aux", "head_dim"):
         config.get(key)  # Training only, or meaningless because the latent is the key.
     latent = Latent(
@@ -111,30 +111,16 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
     scaling = scaling_of(config)
     if scaling is not None and scaling.get("mscale_all_dim"):
         scale *= yarn_scale(scaling.number("factor"), scaling.number("mscale_all_dim")) ** 2
-    bias = config.flag("attention_bias", False)
     config.only("mlp_bias", False, why="onehead serves these models' MLPs without")
     return ModelSpec(
-        model_type=model_type,
-        vocab_size=config.integer("vocab_size"),
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_query_heads=num_heads,
+        **fields,
         head_dim=latent.plain_dim + latent.rotary_dim,
-        intermediate_size=config.integer("intermediate_size"),
         max_positions=max_positions,
-        norm_epsilon=config.number("rms_norm_eps", 1e-6),
-        activation=config.choice("hidden_act", {"silu": "silu"}, "silu"),
+        activation=config.choice("hidden_act", ACTIVATIONS, "silu"),
         attention_scale=scale,
-        tied_embeddings=config.flag("tie_word_embeddings", is_dense),
-        end_token_ids=end_token_ids,
-        norm="rms_norm",
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=False,
-        gated_mlp=True,
         rotary=rotation,
         latent=latent,
-        experts=None if is_dense else _experts(config, is_v3, num_layers),
+        experts=None if is_dense else _experts(config, is_v3, fields["num_layers"]),
         num_unread_layers=config.integer(
             "num_nextn_predict_layers",
             config.integer("num_mtp_layers", int(is_v3), least=0),
@@ -143,6 +129,4 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
     )
 
 
-def weight_names(spec: ModelSpec) -> Names:
-    """Decoder parameter -> its checkpoint tensors, for every parameter of this spec."""
-    return llama_names(spec)
+weight_names = llama_names

@@ -6,17 +6,10 @@ ALiBi variants are refused: those published have many key/value heads.
 """
 
 from model.checkpoint.config import Config
+from model.checkpoint.fields import ACTIVATIONS
 from model.checkpoint.names import Names, renamed
 from model.checkpoint.rope import rotary
 from model.spec import CheckpointError, ModelSpec
-
-_ACTIVATIONS = {
-    "gelu": "gelu",
-    "relu": "relu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "silu": "silu",
-}
 
 
 def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec:
@@ -64,7 +57,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
         intermediate_size=config.integer("ffn_hidden_size", 4 * hidden_size),
         max_positions=max_positions,
         norm_epsilon=config.number("layer_norm_epsilon", 1e-5),
-        activation=config.choice("activation", _ACTIVATIONS, "gelu"),
+        activation=config.choice("activation", ACTIVATIONS, "gelu"),
         attention_scale=(hidden_size // num_heads) ** -0.5,
         tied_embeddings=config.flag("tie_word_embeddings", True),
         end_token_ids=end_token_ids,
@@ -79,10 +72,8 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
 
 def weight_names(spec: ModelSpec) -> Names:
     """Decoder parameter -> its checkpoint tensors, for every parameter of this spec."""
-    both = ("weight", "bias")
-    names = renamed({"token_embedding": "transformer.word_embeddings"}) | renamed(
-        {"final_norm": "transformer.ln_f"}, both
-    )
+    names = renamed({"token_embedding": "transformer.word_embeddings"})
+    names |= renamed({"final_norm": "transformer.ln_f"}, bias=True)
     if not spec.tied_embeddings:
         names |= renamed({"head": "lm_head"})
     if spec.shared_norm:
@@ -99,9 +90,8 @@ def weight_names(spec: ModelSpec) -> Names:
     }
     for layer in range(spec.num_layers):
         ours, theirs = f"blocks.{layer}", f"transformer.h.{layer}"
-        names |= renamed({f"{ours}.{a}": f"{theirs}.{b}" for a, b in norms.items()}, both)
+        names |= renamed({f"{ours}.{a}": f"{theirs}.{b}" for a, b in norms.items()}, bias=True)
         names |= renamed(
-            {f"{ours}.{a}": f"{theirs}.{b}" for a, b in linears.items()},
-            both if spec.qkv_bias else ("weight",),
+            {f"{ours}.{a}": f"{theirs}.{b}" for a, b in linears.items()}, spec.qkv_bias
         )
     return names

@@ -4,53 +4,34 @@ attention and MLP.
 """
 
 from model.checkpoint.config import Config
+from model.checkpoint.fields import ACTIVATIONS, llama_fields
 from model.checkpoint.layer_types import rotations_of, windows_of
-from model.checkpoint.names import Names, llama_names
+from model.checkpoint.names import llama_names
 from model.spec import ModelSpec
-
-_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec:
     """The spec of a config.json with model_type gemma3_text. Raises CheckpointError naming the key
     that does not fit.
     """
-    hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    num_layers = config.layers("num_hidden_layers")
+    fields = llama_fields(config, end_token_ids, tied=True, vocab_size=262_208)
     config.one_key_value_head("num_key_value_heads", 4, convertible=False)
     bidirectional = config.flag("use_bidirectional_attention", False)
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         config.only(key, why="onehead does not cap logits")
     head_dim = config.columns("head_dim", 256)
-    most = config.integer("max_position_embeddings", 131_072)
-    (rotation, reach), (window_rotation, window_reach) = rotations_of(
-        config, (head_dim, head_dim), most
-    )
-    bias = config.flag("attention_bias", False)
-    windows = windows_of(config, num_layers, 4096)
+    rotation, window_rotation, max_positions = rotations_of(config, (head_dim, head_dim))
+    windows = windows_of(config, fields["num_layers"], 4096)
     return ModelSpec(
-        model_type="gemma3_text",
-        vocab_size=config.integer("vocab_size", 262_208),
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_query_heads=num_heads,
+        **fields,
         head_dim=head_dim,
-        intermediate_size=config.integer("intermediate_size"),
-        max_positions=min(reach, window_reach),
-        norm_epsilon=config.number("rms_norm_eps", 1e-6),
-        activation=config.choice("hidden_activation", _ACTIVATIONS, "gelu_pytorch_tanh"),
+        max_positions=max_positions,
+        activation=config.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh"),
         attention_scale=config.number("query_pre_attn_scalar", 256.0) ** -0.5,
-        tied_embeddings=config.flag("tie_word_embeddings", True),
-        end_token_ids=end_token_ids,
-        norm="rms_norm",
         norm_offset=1.0,
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=False,
-        gated_mlp=True,
         branch_norms=True,
         query_key_norm=True,
-        embedding_scale=hidden_size**0.5,
+        embedding_scale=fields["hidden_size"] ** 0.5,
         rotary=rotation,
         window_rotary=window_rotation,
         windows=_both_ways(config, windows) if bidirectional else windows,
@@ -67,6 +48,4 @@ def _both_ways(config: Config, windows: tuple[int | None, ...]) -> tuple[int | N
     return tuple(None if window is None else window // 2 + 1 for window in windows)
 
 
-def weight_names(spec: ModelSpec) -> Names:
-    """Decoder parameter -> its checkpoint tensors, for every parameter of this spec."""
-    return llama_names(spec)
+weight_names = llama_names

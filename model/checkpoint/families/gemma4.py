@@ -8,11 +8,11 @@ import re
 from dataclasses import replace
 
 from model.checkpoint.config import Config
+from model.checkpoint.fields import ACTIVATIONS, llama_fields
 from model.checkpoint.layer_types import rotations_of, windows_of
 from model.checkpoint.names import Names, Part, llama_names, renamed
-from model.spec import CheckpointError, ModelSpec, Rotary
+from model.spec import CheckpointError, ModelSpec
 
-_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh"}
 _LAYER_INPUT = {
     "layer_input.up": "per_layer_input_gate",
     "layer_input.down": "per_layer_projection",
@@ -108,72 +108,50 @@ def _wide_head_dim(config: Config, head_dim: int, windows: tuple[int | None, ...
     if layers is None:
         return config.columns("global_head_dim", 512)
     config.get("global_head_dim")
-    # Written as "4", or as "04" where there are more than ten layers.
-    names = {int(name): name for name in layers.values if re.fullmatch("[0-9]{1,4}", name)}
+    full = [layer for layer, window in enumerate(windows) if window is None]
+    # Written as "4", or as "04" where there are more than ten layers; empty where all are alike.
+    given = sorted(name.zfill(4) for name in layers.values)
+    if given and given != [f"{layer:04}" for layer in full]:
+        raise config.wrong("per_layer_config", f"of the layers with full attention, {full}")
     found = set()
-    for layer, window in enumerate(windows):
-        own = layers.sub(names.get(layer, "")) or Config({}, layers.path)
-        dim = own.columns("head_dim", head_dim)
+    for name in layers.values:
+        own = layers.sub(name) or Config({}, layers.path)
+        found.add(own.columns("head_dim", head_dim))
         own.one_key_value_head("num_key_value_heads", 1, convertible=False)
-        if window is None:
-            found.add(dim)
-        elif dim != head_dim:
-            raise own.wrong("head_dim", f"{head_dim}, as of every layer with a window")
         for key in own.unread():
-            raise CheckpointError(f"{layers.path}: {layer}: {key} is not known")
-    for key in layers.unread():
-        raise CheckpointError(f"{layers.path}: there is no layer {key}")
+            raise CheckpointError(f"{layers.path}: {name}: {key} is not known")
     if len(found) > 1:
         raise config.wrong("per_layer_config", "one head_dim for all layers with full attention")
     return found.pop() if found else head_dim
-
-
-def _rotations(config: Config, head_dims: tuple[int, int]) -> tuple[Rotary, Rotary, int]:
-    """The rotary embeddings of full and of windowed layers, and the positions they support."""
-    most = config.integer("max_position_embeddings", 131_072)
-    (rotation, reach), (window_rotation, window_reach) = rotations_of(
-        config, head_dims, most, Config(_FULL_ROTATION, config.path)
-    )
-    return rotation, window_rotation, min(reach, window_reach)
 
 
 def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec:
     """The spec of a config.json with model_type gemma4 or gemma4_text. Raises CheckpointError
     naming the key that does not fit.
     """
-    model_type, hidden_size = config.get("model_type"), config.integer("hidden_size")
-    num_layers = config.layers("num_hidden_layers")
+    fields = llama_fields(config, end_token_ids, tied=True, vocab_size=262_144)
+    num_layers = fields["num_layers"]
     _refuse_others(config)
     head_dim, windows = config.columns("head_dim", 256), windows_of(config, num_layers, 512, True)
     wide = _wide_head_dim(config, head_dim, windows)
-    rotation, window_rotation, max_positions = _rotations(config, (wide, head_dim))
-    backbone = _backbone(config, num_layers) if model_type == _DRAFTER else 0
+    rotation, window_rotation, max_positions = rotations_of(
+        config, (wide, head_dim), Config(_FULL_ROTATION, config.path)
+    )
+    backbone = _backbone(config, num_layers) if fields["model_type"] == _DRAFTER else 0
     sources = () if backbone else _sources(config, windows)
-    vocab_size, bias = config.integer("vocab_size", 262_144), config.flag("attention_bias", False)
-    input_size, input_vocab_size = (0, 0) if backbone else _layer_inputs(config, vocab_size)
+    input_size, input_vocab_size = (
+        (0, 0) if backbone else _layer_inputs(config, fields["vocab_size"])
+    )
     return ModelSpec(
-        model_type=model_type,
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_query_heads=config.integer("num_attention_heads"),
+        **fields,
         head_dim=head_dim,
-        intermediate_size=config.integer("intermediate_size"),
         max_positions=max_positions,
-        norm_epsilon=config.number("rms_norm_eps", 1e-6),
-        activation=config.choice("hidden_activation", _ACTIVATIONS, "gelu_pytorch_tanh"),
+        activation=config.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh"),
         attention_scale=1.0,
-        tied_embeddings=config.flag("tie_word_embeddings", True),
-        end_token_ids=end_token_ids,
-        norm="rms_norm",
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=False,
-        gated_mlp=True,
         branch_norms=True,
         query_key_norm=True,
         value_norm=True,
-        embedding_scale=hidden_size**0.5,
+        embedding_scale=fields["hidden_size"] ** 0.5,
         rotary=rotation,
         window_rotary=window_rotation,
         windows=windows,

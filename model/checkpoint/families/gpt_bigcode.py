@@ -7,21 +7,10 @@ V, as in the decoder; the gpt2 layout keeps queries in `q_attn`, the key and the
 and its matrices transposed.
 """
 
-from typing import Any
-
 from model.checkpoint.config import Config, short
+from model.checkpoint.fields import ACTIVATIONS
 from model.checkpoint.names import Names, Part, renamed
 from model.spec import CheckpointError, ModelSpec
-
-_ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-}
 
 
 def _refuse_several_heads(config: Config, num_heads: int) -> None:
@@ -64,44 +53,17 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
         intermediate_size=config.integer("n_inner", 4 * hidden_size),
         max_positions=config.integer("n_positions"),
         norm_epsilon=config.number("layer_norm_epsilon", 1e-5),
-        activation=config.choice("activation_function", _ACTIVATIONS, "gelu_pytorch_tanh"),
+        activation=config.choice("activation_function", ACTIVATIONS, "gelu_pytorch_tanh"),
         attention_scale=head_dim**-0.5 if config.flag("scale_attn_weights", True) else 1.0,
         tied_embeddings=config.flag("tie_word_embeddings", True),
         end_token_ids=end_token_ids,
     )
 
 
-def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
-    """A config.json that this module and `transformers` read back as the same model."""
-    activation = next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == spec.activation)
-    ends = spec.end_token_ids
-    return {
-        "model_type": "gpt_bigcode",
-        "architectures": ["GPTBigCodeForCausalLM"],
-        "multi_query": True,
-        "vocab_size": spec.vocab_size,
-        "n_positions": spec.max_positions,
-        "n_embd": spec.hidden_size,
-        "n_layer": spec.num_layers,
-        "n_head": spec.num_query_heads,
-        "n_inner": spec.intermediate_size,
-        "activation_function": activation,
-        "layer_norm_epsilon": spec.norm_epsilon,
-        "scale_attn_weights": spec.attention_scale != 1.0,
-        "attn_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-        "tie_word_embeddings": spec.tied_embeddings,
-        "bos_token_id": ends[0] if ends else None,
-        "eos_token_id": list(ends) if len(ends) > 1 else ends[0] if ends else None,
-    }
-
-
 def weight_names(spec: ModelSpec) -> Names:
     """Decoder parameter -> its checkpoint tensors, for every parameter of this spec."""
-    both = ("weight", "bias")
     names = renamed({"token_embedding": "transformer.wte", "position_embedding": "transformer.wpe"})
-    names |= renamed({"final_norm": "transformer.ln_f"}, both)
+    names |= renamed({"final_norm": "transformer.ln_f"}, bias=True)
     if not spec.tied_embeddings:
         names |= renamed({"head": "lm_head"})
     first = spec.model_type == "gpt2"
@@ -117,7 +79,8 @@ def weight_names(spec: ModelSpec) -> Names:
     for layer in range(spec.num_layers):
         ours, theirs = f"blocks.{layer}", f"transformer.h.{layer}"
         names |= renamed(
-            {f"{ours}.attention_norm": f"{theirs}.ln_1", f"{ours}.mlp_norm": f"{theirs}.ln_2"}, both
+            {f"{ours}.attention_norm": f"{theirs}.ln_1", f"{ours}.mlp_norm": f"{theirs}.ln_2"},
+            bias=True,
         )
         for linear, parts in linears.items():
             names[f"{ours}.{linear}.weight"] = tuple(

@@ -2,8 +2,8 @@
 
 Blocks are as llama.cpp documents them in ggml-common.h: scales are float16 d (and minima m), the
 quantized numbers q lie in halves of bytes, their fifth and sixth bits apart. Invariant: a result is
-d * q, d * q + m or d * q - m, where d * q is exact in float32; scales that are NaN or infinite are
-an error. It knows nothing of files.
+d * q, d * q + m or d * q - m, where d * q is exact in float32, and no number where a scale is none.
+It knows nothing of files.
 
 Shape letters: N blocks, B bytes or elements of a block, G groups of a block.
 """
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from model.checkpoint.gguf.types import BY_NAME
-from model.spec import CheckpointError
 
 CHUNK_ELEMENTS = 2**17
 """Elements at a time, so that what is computed on the way stays in a processor's cache."""
@@ -25,7 +24,7 @@ _BITS = (torch.arange(256)[:, None] >> torch.arange(8) & 1).to(torch.uint8) << 4
 
 def dequantize(kind: str, data: Tensor, out: Tensor) -> None:
     """Fills `out`, contiguous float32, with the numbers that `data` holds, uint8 of whole blocks of
-    the type called `kind`. Raises CheckpointError for a scale that is NaN or infinite.
+    the type called `kind`.
     """
     found = BY_NAME[kind]
     blocks_NB, out_NB = data.view(-1, found.block_bytes), out.view(-1, found.block_elements)
@@ -41,10 +40,7 @@ def dequantize(kind: str, data: Tensor, out: Tensor) -> None:
 
 def scale_of(blocks_NB: Tensor, begin: int) -> Tensor:
     """The float16 that begins at a byte of each block, as float32 [N, 1]."""
-    scale_N1 = blocks_NB[:, begin : begin + 2].contiguous().view(torch.float16).float()
-    if not scale_N1.isfinite().all():
-        raise CheckpointError("has a block whose scale is NaN or infinity; the file is damaged")
-    return scale_N1
+    return blocks_NB[:, begin : begin + 2].contiguous().view(torch.float16).float()
 
 
 def halves(bytes_NB: Tensor, width: int) -> Tensor:

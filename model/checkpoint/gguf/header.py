@@ -13,7 +13,13 @@ from math import prod
 from pathlib import Path
 
 from model.checkpoint.config import short
-from model.checkpoint.files import Stored, open_without_waiting, other_kind
+from model.checkpoint.files import (
+    MAX_TENSORS,
+    Stored,
+    TensorFile,
+    open_without_waiting,
+    other_kind,
+)
 from model.checkpoint.gguf.metadata import Cursor, Value, read_metadata
 from model.checkpoint.gguf.types import BLOCK_TYPES, BY_NAME, OTHERS, BlockType
 from model.spec import CheckpointError
@@ -22,25 +28,17 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 2**25
 """Twice the tokens and merges of the largest published vocabularies."""
-MAX_TENSORS = 2**17
-"""And the most keys of metadata."""
 MAX_DIMENSIONS = 4
 ALIGNMENT, ALIGNMENTS = "general.alignment", [2**power for power in range(3, 17)]
 
 
 @dataclass(frozen=True, slots=True)
-class GGUFFile:
-    """A file whose header has been checked.
-
-    `metadata`: keys to values (see metadata.Value), in the file's order. A float32 is the shortest
-    decimal number that rounds to it. `tensors`: tensors by their name in the file. `header_bytes`:
-    where the data begin.
+class GGUFFile(TensorFile):
+    """A file whose header has been checked. `metadata`: keys to values (see metadata.Value), in the
+    file's order. A float32 is the shortest decimal number that rounds to it.
     """
 
-    path: Path
     metadata: dict[str, Value]
-    tensors: dict[str, Stored]
-    header_bytes: int
 
     @classmethod
     def open(cls, path: Path) -> "GGUFFile":
@@ -91,7 +89,7 @@ def _file(path: Path, cursor: Cursor) -> GGUFFile:
     if tensors and not end <= cursor.size <= _aligned(end, alignment):
         sizes = f"ends at byte {cursor.size}, its tensors at {end}"
         raise CheckpointError(f"{sizes}: truncated or damaged")
-    return GGUFFile(path, metadata, tensors, data)
+    return GGUFFile(path, tensors, data, metadata)
 
 
 def _description(cursor: Cursor, number: int) -> tuple[str, BlockType, tuple[int, ...], int]:

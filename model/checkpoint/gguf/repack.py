@@ -41,15 +41,23 @@ def joined(heads: "tuple[Tensor, ...]", numbers_NB: Tensor) -> Tensor:
     """Blocks of these scales and minima, [N, 1] each, and packed numbers. Raises CheckpointError
     for a head that float16 cannot hold.
     """
-    heads_NB = torch.cat(heads, dim=1).half()
-    if not heads_NB.isfinite().all():
-        beyond = "has a block whose scale or minimum is beyond float16"
-        raise CheckpointError(f"{beyond}; expected engine.quantization none for this file")
+    heads_NB = _held(heads)
     return torch.cat([heads_NB.view(torch.uint8), numbers_NB.view(torch.uint8)], dim=1)
 
 
+def _held(heads: "tuple[Tensor, ...]") -> Tensor:
+    """Scales and minima as float16. Raises CheckpointError for one that it cannot hold."""
+    heads_NB = torch.cat(heads, dim=1).half()
+    if not heads_NB.isfinite().all():
+        raise CheckpointError(
+            "has a block whose scale or minimum is NaN, infinity or beyond float16: the file is "
+            "damaged, or expected engine.quantization none"
+        )
+    return heads_NB
+
+
 def _as_it_is(kind: str, blocks_NB: Tensor) -> Tensor:
-    PARTS[kind](blocks_NB)  # Raises the error for a scale that is NaN or infinite.
+    _held(tuple(head for head in PARTS[kind](blocks_NB)[1:] if head is not None))
     return blocks_NB
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.checkpoint.config import short
-from model.checkpoint.files import Stored, first_bytes
-from model.checkpoint.gguf.header import MAGIC, MAX_HEADER_BYTES, MAX_TENSORS, GGUFFile
+from model.checkpoint.files import Stored, first_bytes, united
+from model.checkpoint.gguf.header import MAGIC, MAX_HEADER_BYTES, GGUFFile
 from model.checkpoint.gguf.metadata import Value
 from model.spec import CheckpointError
 
@@ -78,21 +78,17 @@ class GGUF:
         """Opens the checkpoint to which a file belongs, whichever part that is. Raises
         CheckpointError naming the file that is wrong.
         """
-        found, header_bytes, paths = cls([], {}), 0, part_paths(path)
-        for part in paths:
-            if not part.exists():
-                one_of = f"; {path.name} is one of {len(paths)} parts" if len(paths) > 1 else ""
-                raise CheckpointError(f"{part}: no such file{one_of}")
-            file = GGUFFile.open(part)
-            if (count := file.metadata.get("split.count") or 1) != len(paths):
-                expected = f"expected {len(paths)} by its name; parts of a split file keep theirs"
-                raise CheckpointError(f"{part}: split.count is {short(count)}, {expected}")
-            header_bytes += file.header_bytes
-            for name, tensor in file.tensors.items():
-                if (other := found.tensors.setdefault(name, tensor)) is not tensor:
-                    raise CheckpointError(f"{part}: tensor {name} occurs in {other.path.name} too")
-            if header_bytes > MAX_HEADER_BYTES or len(found.tensors) > MAX_TENSORS:
-                bounds = f"{MAX_TENSORS} tensors and {MAX_HEADER_BYTES} bytes of headers"
-                raise CheckpointError(f"{part}: one of {len(paths)} parts with more than {bounds}")
-            found.files.append(file)
-        return found
+        paths = part_paths(path)
+        return cls(*united((_part(path, part, len(paths)) for part in paths), MAX_HEADER_BYTES))
+
+
+def _part(path: Path, part: Path, count: int) -> GGUFFile:
+    """Opens one of the `count` parts to which the file at `path` belongs."""
+    if not part.exists():
+        one_of = f"; {path.name} is one of {count} parts" if count > 1 else ""
+        raise CheckpointError(f"{part}: no such file{one_of}")
+    file = GGUFFile.open(part)
+    if (found := file.metadata.get("split.count") or 1) != count:
+        expected = f"expected {count} by its name; parts of a split file keep theirs"
+        raise CheckpointError(f"{part}: split.count is {short(found)}, {expected}")
+    return file

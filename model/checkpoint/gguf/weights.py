@@ -50,7 +50,8 @@ class GGUFWeights:
                 if stored.dtype in QUANTIZED:
                     dequantize(stored.dtype, data_RB, out_RC)
                 else:
-                    check_finite(out_RC.copy_(data_RB.view(DTYPES[stored.dtype])))
+                    out_RC.copy_(data_RB.view(DTYPES[stored.dtype]))
+                check_finite(out_RC)
         if source.addend:
             into_RC.add_(source.addend)
 

@@ -28,17 +28,6 @@ FLOAT8_CAPABILITY = 8, 9
 """Compute capability of the first GPUs that convert float8."""
 
 
-class CudaEvent:
-    """torch's CUDA event as an Event."""
-
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event()
-        self._event.record()
-
-    def wait(self) -> None:
-        self._event.synchronize()
-
-
 class CudaStream:
     """torch's current CUDA stream, whose calls return before their work is done, and CUDA
     graphs.
@@ -53,7 +42,8 @@ class CudaStream:
         work()
 
     def mark(self) -> Event:
-        return CudaEvent()
+        event: Event = torch.cuda.current_stream().record_event()
+        return event
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         current, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()

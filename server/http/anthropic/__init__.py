@@ -35,7 +35,7 @@ class MessagesRoutes(Handlers):
 
     async def messages(self, http: HttpRequest) -> Response:
         """Write the next message of a conversation."""
-        return await self.answer(http, MessagesBody, MessagesReply.open, last=b"")
+        return await self.answer(http, MessagesBody, MessagesReply.open)
 
     async def count_tokens(self, http: HttpRequest) -> Response:
         """Count the tokens of a conversation as the chat template writes it."""

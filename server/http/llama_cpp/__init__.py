@@ -40,14 +40,14 @@ class LlamaCppRoutes(Handlers):
         In llama.cpp's form, for editors. The checkpoint's tokenizer must have fill-in-the-middle
         tokens.
         """
-        return await self.answer(http, InfillBody, LlamaCppReply.open, last=b"")
+        return await self.answer(http, InfillBody, LlamaCppReply.open)
 
     async def completion(self, http: HttpRequest) -> Response:
         """Continue one prompt or several, in llama.cpp's form.
 
         With llama.cpp's names and defaults, for its editors. Others use /v1/completions.
         """
-        return await self.answer(http, LlamaCppCompletionBody, LlamaCppReply.open, last=b"")
+        return await self.answer(http, LlamaCppCompletionBody, LlamaCppReply.open)
 
     def check_model(self, body: object, http: HttpRequest) -> None:
         """Any name of a model is taken."""

@@ -19,10 +19,6 @@ DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 EFFORTS = ("low", "medium", "high", "max")
 
 
-def _several(value: Any) -> Any:
-    return [value] if isinstance(fields.text_or_list(value), str) else value
-
-
 def _not_empty(value: Any) -> Any:
     """Stop strings without empty ones, which clients send for none."""
     return [each for each in value if each != ""] if isinstance(value, list) else value or None
@@ -265,7 +261,7 @@ class EmbedBody(LoadedBody):
     input: Annotated[
         list[fields.Text],
         Field(max_length=2048),
-        BeforeValidator(_several, fields.Text | list[fields.Text]),
+        BeforeValidator(fields.in_list, fields.Text | list[fields.Text]),
     ]
     """A text, or a list of up to 2048."""
     dimensions: fields.Positive | None = None

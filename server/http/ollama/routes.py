@@ -10,7 +10,6 @@ from starlette.responses import JSONResponse, Response
 from server.errors import InvalidRequest, NotFound
 from server.generation.embedding import Embedded, embed, normalised
 from server.http import sse
-from server.http.answer import Delivery
 from server.http.body import read_model
 from server.http.disconnect import unless_disconnected
 from server.http.errors import Dialect, openai_message
@@ -87,7 +86,7 @@ class OllamaRoutes(Handlers):
         check_abilities(self.generation, body, name)
         reply = await OllamaReply.open(self.generation, body, name, exchange.reserved)
         exchange.ignored = [*exchange.ignored, *reply.streams.choices[0].request.ignored]
-        return await self.answers.answer(http, reply, Delivery(stream, resumable=False))
+        return await self.answers.answer(http, reply, stream)
 
     async def read(self, http: HttpRequest, schema: type[ReadBody]) -> ReadBody:
         """The body of a request, which Ollama's users send with any content type. A browser's page

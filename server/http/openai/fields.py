@@ -19,13 +19,9 @@ MAX_PROMPTS = 256
 MAX_SEQUENCES = 1024
 
 
-def _in_list(value: Any) -> Any:
-    return [value] if isinstance(fields.text_or_list(value), str) else value
-
-
 Stops = Annotated[
     fields.StopStrings | None,
-    BeforeValidator(_in_list, fields.StopStrings | fields.StopString | None),
+    BeforeValidator(fields.in_list, fields.StopStrings | fields.StopString | None),
 ]
 
 

@@ -22,6 +22,8 @@ class OpenAIReply(Reply):
     for each sequence.
     """
 
+    last = sse.DONE
+
     def __init__(
         self,
         prefix: str,

@@ -14,5 +14,4 @@ def routes(context: Context) -> list[Route]:
     """The routes of this extension; none where server.ui is false."""
     if not context.section.ui:
         return []
-    monitor = MonitorRoutes(context.generation.client, context.section.keep_alive)
-    return [*file_routes(), *monitor.routes()]
+    return [*file_routes(), *MonitorRoutes(context).routes()]

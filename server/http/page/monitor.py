@@ -9,9 +9,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from server.errors import Unavailable
-from server.generation.engine_client import EngineClient
 from server.http.errors import TGI
 from server.http.exchange import exchange_of
+from server.http.handlers import Handlers
 from server.http.routes import Route
 from server.http.sse import EventResponse
 
@@ -19,12 +19,8 @@ DUMP_SECONDS = 5.0
 """Time for the engine to answer."""
 
 
-class MonitorRoutes:
+class MonitorRoutes(Handlers):
     """Handlers of /monitor and /monitor/cache."""
-
-    def __init__(self, client: EngineClient, keep_alive: float) -> None:
-        self._client = client
-        self._keep_alive = keep_alive
 
     def routes(self) -> list[Route]:
         return [
@@ -39,9 +35,10 @@ class MonitorRoutes:
         open, when that has changed, at most 4 times a second; `stats` has counts and latencies,
         once a second.
         """
-        monitor = self._client.monitor
+        monitor = self.generation.client.monitor
         viewer = monitor.join(exchange_of(http).client)
-        return EventResponse(viewer, partial(monitor.viewers.remove, viewer), {}, self._keep_alive)
+        leave = partial(monitor.viewers.remove, viewer)
+        return EventResponse(viewer, leave, {}, self.section.keep_alive)
 
     async def cache(self) -> Response:
         """Show the pages of the KV cache as the engine's own lists have them.
@@ -50,7 +47,8 @@ class MonitorRoutes:
         """
         try:
             async with asyncio.timeout(DUMP_SECONDS):
-                return Response(await self._client.cache_dump(), media_type="application/json")
+                dump = await self.generation.client.cache_dump()
+                return Response(dump, media_type="application/json")
         except TimeoutError:
             raise Unavailable(
                 "the engine is not ready, or does not answer; try again later", retry_after=1

@@ -50,4 +50,4 @@ class ResponsesRoutes(Handlers):
 
     async def responses(self, http: HttpRequest) -> Response:
         """Write the next items of a conversation."""
-        return await self.answer(http, ResponsesBody, ResponsesReply.open, last=b"")
+        return await self.answer(http, ResponsesBody, ResponsesReply.open)

@@ -7,23 +7,24 @@ Fields, events and errors are those of text-generation-inference, with vLLM's na
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from importlib.metadata import version
 from itertools import chain
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from server.config import ServerSection
 from server.errors import InvalidRequest
 from server.generation.generation import Generation
 from server.generation.request import Request, with_choices
 from server.generation.stream import OpenStreams, Piece
 from server.http import fields
-from server.http.answer import Answers, Delivery, Output, OutputToken, Reply
-from server.http.body import read_model
+from server.http.answer import Output, OutputToken, Reply
 from server.http.errors import TGI
 from server.http.exchange import exchange_of
 from server.http.fields import default
+from server.http.handlers import Handlers, resumes
 from server.http.routes import Route
 from server.http.tgi.fields import GenerateBody, Parameters
 from server.text.codec import Detokenizer
@@ -31,37 +32,17 @@ from server.text.fim import cut_last_token
 from server.text.jobs import Encode
 
 
-class TgiRoutes:
+class TgiRoutes(Handlers):
     """Handlers of the routes of TGI's dialect."""
 
-    def __init__(
-        self,
-        generation: Generation,
-        section: ServerSection,
-        model_id: str,
-        version: str,
-        answers: Answers,
-    ) -> None:
-        self.generation = generation
-        self.answers = answers
-        self.section = section
-        self.model_id = model_id
-        self.version = version
-
     def routes(self) -> list[Route]:
-        tag = "text-generation-inference"
+        route = partial(Route, dialect=TGI, tag="text-generation-inference")
+        posted = partial(route, methods=("POST",), generates=True)
         return [
-            Route("/generate", ("POST",), self.generate, TGI, generates=True, tag=tag),
-            Route(
-                "/generate_stream",
-                ("POST",),
-                self.generate_stream,
-                TGI,
-                generates=True,
-                tag=tag,
-            ),
-            Route("/", ("POST",), self.root, TGI, generates=True, tag=tag),
-            Route("/info", ("GET",), self.info, TGI, tag=tag),
+            posted("/generate", handler=self.generate),
+            posted("/generate_stream", handler=self.generate_stream),
+            posted("/", handler=self.root),
+            route("/info", ("GET",), self.info),
         ]
 
     async def generate(self, http: HttpRequest) -> Response:
@@ -69,7 +50,7 @@ class TgiRoutes:
 
         One JSON object, or server-sent events with `"stream": true`.
         """
-        body = await self._read(http)
+        body = await self._body(http)
         return await self._answer(http, body, stream=bool(body.stream), echo=False)
 
     async def generate_stream(self, http: HttpRequest) -> Response:
@@ -77,7 +58,7 @@ class TgiRoutes:
 
         As /generate with `"stream": true`, which may be left out here.
         """
-        body = await self._read(http)
+        body = await self._body(http)
         if body.stream is False:
             with tgi_error_prefix():
                 raise InvalidRequest("`stream` cannot be false on /generate_stream; use /generate")
@@ -88,14 +69,14 @@ class TgiRoutes:
 
         As /generate, but the text begins with the prompt unless `return_full_text` is false.
         """
-        body = await self._read(http)
+        body = await self._body(http)
         return await self._answer(http, body, stream=bool(body.stream), echo=True, in_list=True)
 
     async def info(self) -> Response:
         """Show the served model and the limits of requests."""
         ready = self.generation.ready
         value = {
-            "model_id": self.model_id,
+            "model_id": self.names.shown,
             "model_sha": None,
             "model_pipeline_tag": "text-generation",
             "model_dtype": ready.dtype,
@@ -109,7 +90,7 @@ class TgiRoutes:
             "validation_workers": 1,
             "max_client_batch_size": 1,
             "router": "onehead",
-            "version": self.version,
+            "version": version("onehead"),
             "sha": None,
             "docker_label": None,
             "num_parameters": ready.num_parameters,
@@ -123,9 +104,9 @@ class TgiRoutes:
         }
         return JSONResponse(value)
 
-    async def _read(self, http: HttpRequest) -> GenerateBody:
+    async def _body(self, http: HttpRequest) -> GenerateBody:
         with tgi_error_prefix():
-            return await read_model(http, GenerateBody, self.section)
+            return await self.read(http, GenerateBody)
 
     async def _answer(
         self, http: HttpRequest, body: GenerateBody, stream: bool, echo: bool, in_list: bool = False
@@ -140,14 +121,14 @@ class TgiRoutes:
                 raise InvalidRequest(
                     "`decoder_input_details` == true is not supported when streaming tokens"
                 )
-            delivery = Delivery.of(http, stream, body.resumable)
+            resumable = resumes(http, stream, body.resumable)
             requests = await self._requests(body, parameters, exchange_of(http).client)
             streams = self.generation.start(requests, exchange_of(http).reserved)
         echoed = body.inputs if default(parameters.return_full_text, echo) else ""
         reply = TgiReply(
             self.generation, parameters, streams, echoed, arrival, len(body.inputs), in_list
         )
-        return await self.answers.answer(http, reply, delivery)
+        return await self.answers.answer(http, reply, stream, resumable)
 
     async def _requests(
         self, body: GenerateBody, parameters: Parameters, client: str

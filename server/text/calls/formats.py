@@ -6,7 +6,6 @@ Invariant: a mark is a token of the vocabulary, and never text that spells it; o
 such tokens has a text as its opening. It knows no tools.
 """
 
-import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,12 +43,6 @@ class CallFormat:
     """What follows `thought` and is no part of the thought."""
 
 
-_PATTERN = (
-    r"(?P<space>\\s\*)?(?P<mark>(?:[\w<]|\\[^\w])+>)(?P<before>(?:\w|\\?[: "
-    r"])*)(?:\(\?P<name>\S+\))?"
-)
-"""An `open_pattern` that is a mark, perhaps after white space, and perhaps with a text and the
-function's name after it."""
 MARKS = ("opening", "closing", "quote", "thought", "thought_end")
 """The fields that are marks, where they are not empty."""
 FUNCTION_GEMMA = CallFormat(
@@ -75,15 +68,6 @@ GEMMA_4 = CallFormat(
     thought_end="<channel|>",
     thought_head="thought\n",
 )
-JAMBA = CallFormat(
-    "jamba",
-    "<tool_calls>",
-    "</tool_calls>",
-    begin="[\n    ",
-    separator=",\n    ",
-    end="\n]",
-    is_list=True,
-)
 GRANITE = CallFormat("granite", "<function_call>", begin=" ", separator="\n")
 WRAPPER = CallFormat("json", begin="[", separator=", ", end="]", is_list=True)
 """For models without a format of their own, where a call is required: a JSON array of calls is the
@@ -94,8 +78,7 @@ def format_of(codec: TextCodec) -> CallFormat | None:
     """The format of a checkpoint, None for one that has none: all of its marks are in the
     vocabulary, or its opening in the template.
     """
-    described = _described(codec.files.response_template)
-    for known in filter(None, (described, FUNCTION_GEMMA, GEMMA_4, JAMBA, GRANITE)):
+    for known in (FUNCTION_GEMMA, GEMMA_4, GRANITE):
         ids: dict[str, Any] = {
             name: codec.token_id(mark) for name in MARKS if (mark := getattr(known, name))
         }
@@ -107,39 +90,6 @@ def format_of(codec: TextCodec) -> CallFormat | None:
         if codec.is_bytes and str(GRANITE.opening) in (codec.files.chat_template or "")
         else None
     )
-
-
-def _described(template: Any) -> CallFormat | None:
-    """The format of transformers' `response_template`, if it describes calls in one of the two
-    syntaxes that there are grammars for.
-    """
-    try:
-        fields = template["fields"]
-        calls, thought = fields["tool_calls"], fields.get("reasoning_content", {})
-        found: Any = re.fullmatch(_PATTERN, calls.get("open_pattern") or re.escape(calls["open"]))
-        mark, before = (re.sub(r"\\(.)", r"\1", part) for part in found.group("mark", "before"))
-        known = CallFormat("response_template", mark, closing=calls["close"])
-        if isinstance(thought.get("close"), str):
-            begun, bracket, head = thought.get("open", "").partition(">")
-            thought = {
-                "thought": begun + bracket,
-                "thought_head": head,
-                "thought_end": thought["close"],
-            }
-            known = replace(known, **thought)
-        function = calls["transform"]["function"]
-        if function == "{content}" and not before:
-            known = replace(known, separator="\n" if found["space"] else "")
-        elif function == {"name": "{name}", "arguments": "{content}"} and before:
-            (quote,) = {*calls["content_args"]["string_delims"][0]}
-            ends = fields.get("content", {}).get("close") or ()
-            stops = (ends,) if isinstance(ends, str) else tuple(ends)
-            known = replace(known, before=before, after="", tail="", quote=quote, stops=stops)
-        else:
-            return None
-        return known if all(isinstance(getattr(known, name), str) for name in MARKS) else None
-    except (AttributeError, LookupError, TypeError, ValueError):
-        return None
 
 
 def opening_of(known: CallFormat, codec: TextCodec) -> Opening:

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from commands.held_out import decoder_logits
 from commands.options import PlanOptions
 from commands.plan import make_plan
+from commands.saving import save_decoder
 from model.checkpoint.families import read_spec
 from model.checkpoint.names import Part
-from model.checkpoint.saving import save_decoder
 from model.checkpoint.weights import Checkpoint, load_decoder
 from model.decoder import Decoder
 from model.devices.products import Products
@@ -245,7 +245,7 @@ def test_scales_beyond_float16_and_packed_weights_that_nothing_describes_are_ref
     save_file(tensors | {f"{DOWN}_scale": torch.full((128, 8), 1e4)}, folder / "model.safetensors")
     with pytest.raises(
         CheckpointError,
-        match=r"down_proj\.weight has a block whose scale or minimum is beyond float16; expected "
+        match=r"down_proj\.weight has a block whose scale or minimum is .*beyond float16: .*"
         r"engine\.",
     ):
         load(folder, BlockProducts("int4"))

@@ -24,7 +24,8 @@ from model.runner.pending_step import PendingStep
 from model.runner.runner import ModelRunner, all_in_page_0, largest_step
 from model.step import PENDING, Row, Sample, SampledToken, SampleError, Sampling, StepPlan
 from server.engine.core import EngineCore
-from server.engine.scheduler import Limits, Scheduler, TokenEvent
+from server.engine.scheduler import Limits, Scheduler
+from server.protocol import Failed, Token
 from tests.model.test_decoder import CPU, finish, load, make_core, make_pool
 from tests.support.checkpoints import SHAPES, TinyCheckpoint, make_checkpoint
 from tests.support.delayed import _copy
@@ -152,12 +153,8 @@ def test_cancelled_and_preempted_in_flight_with_captured_steps(tmp_path: Path) -
                 core.scheduler.cancel(victim)
                 gone.add(victim)
             for event in core.step():
-                assert (
-                    isinstance(event, TokenEvent)
-                    and isinstance(event.drawn, SampledToken)
-                    and event.id not in gone
-                )
-                outputs[event.id].append(event.drawn.token)
+                assert isinstance(event, Token) and event.id not in gone
+                outputs[event.id].append(event.token)
             assert integrity(core.scheduler) == []
         for id, (prompt, max_new, sampling) in asked.items():
             alone = make_core(checkpoint, 60, 8, page_size=PAGE)
@@ -236,8 +233,8 @@ def test_short_chunks_of_prompts_beside_single_tokens_are_captured(tmp_path: Pat
             )
         for _ in range(3):
             for event in core.step():
-                assert isinstance(event, TokenEvent) and isinstance(event.drawn, SampledToken)
-                outputs.setdefault(event.id, []).append(event.drawn.token)
+                assert isinstance(event, Token)
+                outputs.setdefault(event.id, []).append(event.token)
     for id, tokens in finish(core).items():
         outputs.setdefault(id, []).extend(tokens)
     assert outputs == finish(expected)
@@ -319,11 +316,10 @@ def test_numbers_that_are_not_finite_fail_their_own_row_of_a_captured_step(tmp_p
     finished: list[int] = []
     while core.scheduler.has_work:
         for event in core.step():
-            assert isinstance(event, TokenEvent)
-            if not isinstance(event.drawn, SampledToken):
-                assert event.drawn.code == "numerical_error"
+            if isinstance(event, Failed):
+                assert event.code == "numerical_error"
                 failed.append(event.id)
-            elif event.finish:
+            elif isinstance(event, Token) and event.finish:
                 finished.append(event.id)
     assert (failed, finished) == ([0], [1])
 

@@ -10,6 +10,7 @@ from cache.ledger import PageLedger
 from model.step import Sampling
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, Scheduler
+from server.protocol import Token
 from tests.support.hash_model import HashModel, oracle
 from tests.support.integrity import integrity
 
@@ -55,8 +56,8 @@ class Engines:
 
     def step(self) -> None:
         for event in self.core.step():
-            assert hasattr(event, "drawn") and hasattr(event.drawn, "token")
-            self.outputs[event.id].append(event.drawn.token)
+            assert isinstance(event, Token)
+            self.outputs[event.id].append(event.token)
             if event.finish is not None:
                 self.open.remove(event.id)
         assert integrity(self.scheduler) == []

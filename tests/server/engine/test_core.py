@@ -8,10 +8,11 @@ from collections import Counter
 import pytest
 
 from cache.layout import pages_for
-from model.step import SampledToken, SampleError, Sampling, StepPlan, StepResult
+from model.step import SampleError, Sampling, StepPlan, StepResult
 from server.engine.core import EngineCore
-from server.engine.scheduler import Limits, PromptScored, Scheduler, TokenEvent
+from server.engine.scheduler import Limits, Scheduler
 from server.engine.sequence import Sequence
+from server.protocol import PromptScores, Token
 from tests.server.engine.test_scheduler import History
 from tests.support.delayed import DelayedRunner
 from tests.support.hash_model import HashModel, one_group, oracle
@@ -136,8 +137,8 @@ def outputs_of(core: EngineCore) -> dict[int, list[int]]:
     outputs: dict[int, list[int]] = {}
     while core.scheduler.has_work:
         for event in core.step():
-            assert isinstance(event, TokenEvent) and isinstance(event.drawn, SampledToken)
-            outputs.setdefault(event.id, []).append(event.drawn.token)
+            assert isinstance(event, Token)
+            outputs.setdefault(event.id, []).append(event.token)
         assert integrity(core.scheduler) == []
     return outputs
 
@@ -166,7 +167,7 @@ def test_who_ends_by_a_token_takes_one_more_step_and_keeps_its_pages_for_it() ->
     ended = False
     while not ended:
         ended = any(
-            isinstance(event, TokenEvent) and event.finish == "eos_token" for event in core.step()
+            isinstance(event, Token) and event.finish == "eos_token" for event in core.step()
         )
     assert (
         not scheduler.running
@@ -280,7 +281,7 @@ def test_scores_of_a_prompt_in_chunks_come_in_order() -> None:
     scores: list[float] = []
     while scheduler.has_work:
         for event in core.step():
-            if isinstance(event, PromptScored):
+            if isinstance(event, PromptScores):
                 assert event.first == len(scores) + 1
                 scores.extend(score.logprob for score in event.scores)
     assert scores == [-float(position) for position in range(1, len(prompt))]

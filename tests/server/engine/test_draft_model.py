@@ -26,9 +26,10 @@ from server.engine.draft_model import (
     Runner,
     SeparateModel,
 )
-from server.engine.scheduler import Limits, Scheduler, TokenEvent
+from server.engine.scheduler import Limits, Scheduler
 from server.engine.speculation import load_drafts
 from server.errors import ConfigurationError
+from server.protocol import Token
 from tests.server.engine.test_drafts import SAMPLINGS, finish, make_runner, outcomes
 from tests.support.checkpoints import SHAPES, make_checkpoint
 from tests.support.families import make_family_checkpoint
@@ -158,8 +159,8 @@ def test_preempted_sequences_give_pages_back(folders: list[Path]) -> None:
         tokens: dict[int, list[int]] = {id: [] for id in range(6)}
         for step in finish(EngineCore(scheduler, runner)):
             for event in step:
-                assert isinstance(event, TokenEvent) and isinstance(event.drawn, SampledToken)
-                tokens[event.id].append(event.drawn.token)
+                assert isinstance(event, Token)
+                tokens[event.id].append(event.token)
         assert scheduler.num_preemptions > 0
         found.append(tokens)
         if drafts is not None:

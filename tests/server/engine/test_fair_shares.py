@@ -7,11 +7,11 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from model.step import SampledToken, Sampling
+from model.step import Sampling
 from server.engine import fair_shares
 from server.engine.core import EngineCore
-from server.engine.scheduler import Limits, Scheduler, TokenEvent
-from server.protocol import Share
+from server.engine.scheduler import Limits, Scheduler
+from server.protocol import Share, Token
 from tests.server.engine.test_core import OverlappedHistory
 from tests.server.engine.test_scheduler import History, run_histories
 from tests.support.hash_model import HashModel, one_group
@@ -135,14 +135,13 @@ class Demand:
         self.scheduler.submit(id, prompt, num_output, Sampling(seed=id), share=share)
         return id
 
-    def step(self, backlogged: list[Share]) -> list[TokenEvent]:
+    def step(self, backlogged: list[Share]) -> list[Token]:
         waiting = Counter(self.owner[id].client for id in self.scheduler.waiting)
         for share in backlogged:
             for _ in range(12 - waiting[share.client]):
                 self.submit(share, *self.lengths[share.client])
-        events = [event for event in self.core.step() if isinstance(event, TokenEvent)]
+        events = [event for event in self.core.step() if isinstance(event, Token)]
         for event in events:
-            assert isinstance(event.drawn, SampledToken)
             share = self.owner[event.id]
             self.cost[share.client] += 2 + (event.index == 0) * len(
                 self.scheduler.running[event.id].prompt if not event.finish else ()
@@ -192,8 +191,7 @@ def tokens_of(demand: Demand, steps: int | None = None) -> dict[int, list[int]]:
     while demand.scheduler.has_work if steps is None else steps:
         steps = None if steps is None else steps - 1
         for event in demand.step([]):
-            assert isinstance(event.drawn, SampledToken)
-            outputs[event.id].append(event.drawn.token)
+            outputs[event.id].append(event.token)
     return outputs
 
 

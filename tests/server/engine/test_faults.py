@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from model import sampling
-from model.devices import device
 from model.sampling import NOT_SAMPLED
-from model.step import Sample, SampledToken, SampleError, Sampling, StepPlan, StepResult
+from model.step import Sample, Sampling, StepPlan, StepResult
 from server.engine.core import EngineCore
-from server.engine.scheduler import Limits, PromptScored, Scheduler, TokenEvent
+from server.engine.scheduler import Limits, Scheduler
 from server.errors import ConstraintFailed
-from server.protocol import Guidance
+from server.protocol import Failed, Guidance, PromptScores, Token
 from tests.server.engine.test_scheduler import Forcing
 from tests.support.drawing import draw
 from tests.support.hash_model import HashModel, one_group, oracle
@@ -45,18 +44,18 @@ class SmallModel(HashModel):
 
 def run_all(
     core: EngineCore,
-) -> tuple[dict[int, list[int]], dict[int, SampleError], list[PromptScored]]:
+) -> tuple[dict[int, list[int]], dict[int, Failed], list[PromptScores]]:
     outputs: dict[int, list[int]] = {}
-    failed: dict[int, SampleError] = {}
-    scored: list[PromptScored] = []
+    failed: dict[int, Failed] = {}
+    scored: list[PromptScores] = []
     while core.scheduler.has_work:
         for event in core.step():
-            if isinstance(event, PromptScored):
+            if isinstance(event, PromptScores):
                 scored.append(event)
-            elif isinstance(event, TokenEvent) and isinstance(event.drawn, SampledToken):
-                outputs.setdefault(event.id, []).append(event.drawn.token)
-            elif isinstance(event.drawn, SampleError):
-                failed[event.id] = event.drawn
+            elif isinstance(event, Token):
+                outputs.setdefault(event.id, []).append(event.token)
+            elif isinstance(event, Failed):
+                failed[event.id] = event
         assert integrity(core.scheduler) == []
     return outputs, failed, scored
 
@@ -104,14 +103,14 @@ def test_one_row_that_cannot_be_drawn_leaves_the_others_what_they_draw(
     logits = torch.randn(5, 50)
     samples = [Sample(Sampling(temperature=0.8, seed=i), [1], [2]) for i in range(5)]
     expected = draw(logits, samples)
-    whole = device.philox_exponentials
+    whole = sampling.philox_exponentials
 
     def philox_exponentials(seed: int, *others: int) -> Any:
         if seed == 3:
             raise ZeroDivisionError
         return whole(seed, *others)
 
-    monkeypatch.setattr(device, "philox_exponentials", philox_exponentials)
+    monkeypatch.setattr(sampling, "philox_exponentials", philox_exponentials)
     assert draw(logits, samples) == [*expected[:3], NOT_SAMPLED, expected[4]]
 
 

@@ -14,7 +14,7 @@ from model.step import SampleError, Sampling, StepResult
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, Scheduler
 from tests.support.hash_model import HashModel, one_group
-from tests.support.integrity import integrity
+from tests.support.integrity import allocator_problems, integrity, prefix_problems
 from tests.support.processes import ServerProcess
 
 PAGE = 4
@@ -48,7 +48,7 @@ class Cache:
         return len(self.prefixes.match(chain_of(tokens, salt).links))
 
     def integrity(self) -> list[str]:
-        return self.allocator.integrity() + self.prefixes.integrity()
+        return allocator_problems(self.allocator) + prefix_problems(self.prefixes)
 
 
 def test_whole_pages_are_found_by_their_tokens_and_all_before_them() -> None:
@@ -227,6 +227,6 @@ def test_integrity_names_a_prefix_that_is_not_kept() -> None:
     cache = Cache(20)
     cache.compute([*range(8)])
     cache.allocator.forget(cache.allocator.kept.index(1))
-    assert cache.prefixes.integrity() == [
+    assert prefix_problems(cache.prefixes) == [
         "the pages in the prefix cache and those that the allocator keeps differ"
     ]

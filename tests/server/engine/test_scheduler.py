@@ -11,9 +11,10 @@ import pytest
 from cache.layout import CacheLayout, pages_for
 from model.step import SampledToken, SampleError, Sampling, StepPlan, StepResult
 from server.engine.core import EngineCore
-from server.engine.scheduler import Limits, NeverFits, PromptScored, Scheduler, TokenEvent
+from server.engine.open_sequences import Event
+from server.engine.scheduler import Limits, NeverFits, Scheduler
 from server.engine.sequence import Sequence
-from server.protocol import Guidance, Share
+from server.protocol import Failed, Guidance, PromptScores, Share, Token
 from tests.support.hash_model import HashModel, Next, next_token, one_group, oracle
 from tests.support.integrity import integrity
 
@@ -262,7 +263,7 @@ class History:
             assert max(scheduler.running) < min(scheduler.waiting), "arrival order is lost"
         self.take(news)
 
-    def take(self, news: list[TokenEvent | PromptScored]) -> None:
+    def take(self, news: list[Event]) -> None:
         """Takes the events of a step, and checks their order."""
         scheduler = self.scheduler
         for sequence in scheduler.take_started():
@@ -292,9 +293,9 @@ class History:
                 )
                 self.seen["window passed"] += -1 in pages
 
-    def hear(self, event: TokenEvent | PromptScored) -> None:
+    def hear(self, event: Event) -> None:
         assert self.ended[event.id] == 0 and event.id not in self.cancelled
-        if isinstance(event, PromptScored):
+        if isinstance(event, PromptScores):
             known = self.scored[event.id]
             assert (
                 known is not None and event.first == len(known) + 1 and self.outputs[event.id] == []
@@ -302,8 +303,8 @@ class History:
             known.extend(score.logprob for score in event.scores)
             self.seen["scored"] += 1
             return
-        assert isinstance(event.drawn, SampledToken) and event.index == len(self.outputs[event.id])
-        self.outputs[event.id].append(event.drawn.token)
+        assert isinstance(event, Token) and event.index == len(self.outputs[event.id])
+        self.outputs[event.id].append(event.token)
         self.ended[event.id] += event.finish is not None
 
     def check_output(self, id: int) -> None:
@@ -453,7 +454,7 @@ def test_a_row_that_cannot_draw_ends_alone_and_frees_its_pages() -> None:
     failed, fine = scheduler.commit(
         scheduler.plan(), StepResult((SampleError("why"), SampledToken(3, 0.0)))
     )
-    assert failed.drawn == SampleError("why") and fine.drawn == SampledToken(3, 0.0)
+    assert failed == Failed(0, "why") and fine == Token(1, 0, 3, 0.0)
     assert list(scheduler.running) == [1] and integrity(scheduler) == []
 
 
@@ -518,9 +519,7 @@ def test_cached_pages_make_way_for_whoever_needs_them() -> None:
     scheduler.submit(2, [1] * 9, 1, Sampling())
     ended = []
     for _ in range(20):
-        ended += [
-            event.id for event in core.step() if isinstance(event, TokenEvent) and event.finish
-        ]
+        ended += [event.id for event in core.step() if isinstance(event, Token) and event.finish]
         assert integrity(scheduler) == []
     assert ended == [0, 1, 2] and scheduler.allocator.num_owned == 0
 
@@ -534,22 +533,8 @@ def test_a_better_priority_is_served_first_and_preempted_last() -> None:
         scheduler.submit(id, [1, 2], 2, Sampling(), priority=priority)
     ended: list[int] = []
     while scheduler.has_work:
-        ended += [
-            event.id for event in core.step() if isinstance(event, TokenEvent) and event.finish
-        ]
+        ended += [event.id for event in core.step() if isinstance(event, Token) and event.finish]
     assert ended == [2, 0, 1, 3]
-
-
-def test_those_who_leave_the_queue_leave_no_trace() -> None:
-    scheduler = Scheduler(
-        Limits(num_pages=4, layout=one_group(4), max_context=16, max_running=1, step_tokens=32)
-    )
-    scheduler.submit(0, [1], 10, Sampling())
-    scheduler.plan()
-    for id in range(1, 2000):
-        scheduler.submit(id, [1, 2], 2, Sampling(), priority=9)
-        scheduler.cancel(id)
-    assert sum(map(len, scheduler.waiting._heaps.values())) < 200 and not scheduler.waiting
 
 
 def test_pages_are_shared_with_a_sequence_that_still_runs() -> None:

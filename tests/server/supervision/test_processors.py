@@ -15,7 +15,7 @@ from tests.support.processes import ServerProcess
 
 def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_bytes(os.fsencode(text))
 
 
 def available(tmp_path: Path, groups: str) -> float:
@@ -28,7 +28,9 @@ def available(tmp_path: Path, groups: str) -> float:
         for name in ("cpu,cpuacct", "memory")
     ]
     write(proc / "mountinfo", "\n".join(["22 1 8:1 / / rw - ext4 /dev/root rw", *mounts]))
-    return processors.available_processors(proc)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processors, "PROC", proc)
+        return processors.available_processors()
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +40,7 @@ def _eight_processors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_quota_every_processor_of_the_affinity_mask_counts(tmp_path: Path) -> None:
-    assert processors.available_processors(tmp_path / "none") == 8
+    assert available(tmp_path, "") == 8
     write(tmp_path / "fs" / "cpu.max", "max 100000\n")
     assert available(tmp_path, "0::/\n") == 8
 
@@ -66,18 +68,19 @@ def test_a_quota_of_the_first_version(tmp_path: Path) -> None:
 
 def test_lines_that_are_not_understood_are_passed_over(tmp_path: Path) -> None:
     write(tmp_path / "fs" / "cpu.max", "150000 100000\n")
-    available(tmp_path, "0::/\n")
-    (tmp_path / "proc" / "cgroup").write_bytes(b"\nno colon\n0::/caf\xe9\n")
-    assert processors.available_processors(tmp_path / "proc") == 1.5
+    assert available(tmp_path, "\nno colon\n0::/caf\udce9\n") == 1.5
 
 
 def test_threads_are_whole_and_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for quota, threads in ((0.5, 1), (1.5, 1), (2.0, 2)):
         monkeypatch.setattr(processors, "available_processors", lambda quota=quota: quota)
-        assert processors.engine_threads(None, {}) == threads
-    assert processors.engine_threads(5, {"OMP_NUM_THREADS": "3"}) == 5
-    assert processors.engine_threads(None, {"OMP_NUM_THREADS": "3"}) == 3
-    assert processors.engine_threads(None, {"OMP_NUM_THREADS": "2,2"}) == 2
+        assert processors.engine_threads(None) == threads
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert processors.engine_threads(5) == 5
+    assert processors.engine_threads(None) == 3
+    monkeypatch.setenv("OMP_NUM_THREADS", "2,2")
+    assert processors.engine_threads(None) == 2
 
 
 @pytest.mark.parametrize(
@@ -97,35 +100,43 @@ def test_steps_are_larger_on_a_gpu(
     step_tokens: int | None,
     has_gpu: bool,
     expected: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
     (tmp_path / "nvidia0").touch() if has_gpu else None
-    assert processors.step_sizes(max_running, step_tokens, "auto", tmp_path) == expected
-    assert processors.step_sizes(None, None, "cpu", tmp_path) == (
-        64,
-        512,
-    ) and processors.step_sizes(None, None, "cuda") == (256, 4096)
+    monkeypatch.setattr(processors, "DEVICES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert processors.step_sizes(max_running, step_tokens, "auto") == expected
+    assert processors.step_sizes(None, None, "cpu") == (64, 512)
+    assert processors.step_sizes(None, None, "cuda") == (256, 4096)
 
 
 @pytest.mark.parametrize(
     ("visible", "expected"),
     [(None, True), ("1", True), ("MIG-abc", True), ("", False), ("-1", False)],
 )
-def test_a_hidden_gpu_is_not_used(visible: str | None, expected: bool, tmp_path: Path) -> None:
+def test_a_hidden_gpu_is_not_used(
+    visible: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "nvidia0").touch()
-    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert processors.on_gpu("auto", tmp_path, environment) is expected and processors.on_gpu(
-        "cuda", tmp_path, environment
-    )
+    monkeypatch.setattr(processors, "DEVICES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert processors.on_gpu("auto") is expected and processors.on_gpu("cuda")
 
 
-def test_threads_spin_for_a_short_time_unless_the_user_says_otherwise() -> None:
-    assert processors.engine_environment({"A": "b"}) == {
+def test_threads_spin_for_a_short_time_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "environ", {"A": "b"})
+    assert processors.engine_environment() == {
         "A": "b",
         "GOMP_SPINCOUNT": str(processors.SPIN_ITERATIONS),
     }
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
-        assert processors.engine_environment({name: "x"}) == {name: "x"}
+        monkeypatch.setattr(os, "environ", {name: "x"})
+        assert processors.engine_environment() == {name: "x"}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from server.errors import InvalidRequest
-from server.text.calls.formats import GRANITE, WRAPPER, _described, format_of, opening_of
+from server.text.calls.formats import GRANITE, WRAPPER, format_of, opening_of
 from server.text.calls.parser import Parsed, ReplyParser
 from server.text.calls.rules import CallRules
 from server.text.chat_template import ChatTemplate
@@ -204,19 +204,6 @@ def test_the_text_of_a_token_that_ends_calls_begins_no_further_one(gemma: TextCo
     parser = ReplyParser(form, "required", in_thought=False)
     assert parser.push(90, "call:f{}", special=False, is_last=False).calls
     assert parser.push(90, "<start_function_response>{}", special=False, is_last=True) == Parsed()
-
-
-def test_a_described_format_has_one_delimiter_of_texts(gemma: TextCodec) -> None:
-    codec = TextCodec(gemma.folder)
-    for end, is_known in (('<|"|>', True), ("<|tool>", False)):
-        calls: dict[str, Any] = {"open_pattern": r"<\|tool>call:(?P<name>\w+)", "close": "<tool|>"}
-        calls |= {
-            "content_args": {"string_delims": [['<|"|>', end]]},
-            "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
-        }
-        codec.files.response_template = {"fields": {"tool_calls": calls}}
-        form = format_of(codec)
-        assert form is not None and (form.opening == codec.token_id("<|tool>")) == is_known
 
 
 RELAXED: list[tuple[dict[str, Any], list[str]]] = [
@@ -500,12 +487,3 @@ def test_variables_of_the_template_are_known_by_name(gemma: TextCodec) -> None:
         ChatInput(messages)
     )
     assert "enable_thinking" in chat.variables and "unknown" not in chat.variables
-
-
-def test_a_described_thought_may_open_by_a_pattern() -> None:
-    """The calls that are described beside it are still recognised."""
-    calls = {"open": "<tool_call>", "close": "</tool_call>", "transform": {"function": "{content}"}}
-    thought = {"open_pattern": "<think>\\s*", "close": "</think>"}
-    fields = {"tool_calls": calls, "reasoning_content": thought, "content": {"close": None}}
-    known = _described({"fields": fields})
-    assert known is not None and known.opening == "<tool_call>"

@@ -45,7 +45,7 @@ def test_what_gguf_writes_is_read_as_gguf_reads_it(tmp_path: Path) -> None:
     write_file(path, "llama", METADATA, tensors)
     file, oracle = GGUFFile.open(path), GGUFReader(path)
     for item in oracle.tensors:
-        entry = file.tensors[item.name]
+        entry = file.entries[item.name]
         assert (entry.dtype, entry.shape) == (
             item.tensor_type.name,
             tuple(item.shape.tolist()[::-1]),
@@ -150,7 +150,7 @@ def test_a_wrong_file_is_refused(tmp_path: Path, data: bytes, message: str) -> N
 
 def test_padding_after_the_last_tensor_may_be_missing_or_whole(tmp_path: Path) -> None:
     for data, version in ((DATA, 3), (DATA + bytes(20), 2)):
-        assert [*opened(tmp_path, raw_file([], F32, data, version)).tensors] == ["a", "b"]
+        assert [*opened(tmp_path, raw_file([], F32, data, version)).entries] == ["a", "b"]
 
 
 def test_a_header_beyond_what_is_read_is_refused(

@@ -1,6 +1,4 @@
-"""Decoder -> checkpoint folder: config.json, safetensors and the manifest of its digests. Serving
-does not need it.
-"""
+"""Decoder -> checkpoint folder: config.json, safetensors and the manifest of its digests."""
 
 import json
 from pathlib import Path
@@ -11,10 +9,38 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from model.checkpoint.families import weight_names
+from model.checkpoint.fields import ACTIVATIONS
 from model.checkpoint.identity import file_digest
 from model.checkpoint.quantization_config import KEY
 from model.checkpoint.weights import MANIFEST
 from model.decoder import Decoder
+from model.spec import ModelSpec
+
+
+def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
+    """A gpt_bigcode's config.json, of which `transformers` and we make the same model again."""
+    activation = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == spec.activation)
+    ends = spec.end_token_ids
+    return {
+        "model_type": "gpt_bigcode",
+        "architectures": ["GPTBigCodeForCausalLM"],
+        "multi_query": True,
+        "vocab_size": spec.vocab_size,
+        "n_positions": spec.max_positions,
+        "n_embd": spec.hidden_size,
+        "n_layer": spec.num_layers,
+        "n_head": spec.num_query_heads,
+        "n_inner": spec.intermediate_size,
+        "activation_function": activation,
+        "layer_norm_epsilon": spec.norm_epsilon,
+        "scale_attn_weights": spec.attention_scale != 1.0,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "tie_word_embeddings": spec.tied_embeddings,
+        "bos_token_id": ends[0] if ends else None,
+        "eos_token_id": list(ends) if len(ends) > 1 else ends[0] if ends else None,
+    }
 
 
 def save_decoder(
