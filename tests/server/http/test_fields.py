@@ -696,7 +696,7 @@ async def test_a_misspelt_field_is_refused_by_name(
 ) -> None:
     path, base, _ = CASES[schema]
     name = next(iter(base))
-    misspelt = f"{name}{name[-1]}"
+    misspelt = f"{name[:-2]}{name[-1]}{name[-2]}"
     status, (text, submits) = await observe(
         tokenizer_folder, path, in_place(schema, {misspelt: 1} | base)
     )
