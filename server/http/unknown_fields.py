@@ -8,7 +8,6 @@ in `Known.ignored`, which the response tells.
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from difflib import get_close_matches
 from functools import cache, lru_cache
 from typing import Any, get_args, get_origin
 from urllib.parse import quote
@@ -127,10 +126,8 @@ HARMLESS = _names(
     }
 )
 """Fields that clients send by default, which are never refused."""
-NOT_MISSPELT = frozenset({"code", "context", "mode", "models", "reasoning_format", "rid", "top_a"})
+NOT_MISSPELT = frozenset({"code", "context", "mode", "models", "top_a"})
 """Fields of other servers that are spelt nearly as one here."""
-MISSPELT = 0.8
-"""The likeness, of at most 1, from which on a name is taken for a misspelling of a field."""
 
 
 @cache
@@ -280,18 +277,44 @@ def other_name(body: type[BaseModel], schema: type[BaseModel], name: str) -> str
 
 @lru_cache(1024)
 def nearest(schema: type[BaseModel], name: str) -> str | None:
-    """The field of a model of which a name is a misspelling, by the letters that they share in the
-    same order.
+    """The field of a model of which a name is a misspelling: up to two edits, and no more than a
+    third of the letters.
     """
-    snake = _snake(name)
+    snake, known = _snake(name), level_of(schema)
     if snake in NOT_MISSPELT:
         return None
-    return next(iter(get_close_matches(snake, level_of(schema), 1, MISSPELT)), None)
+    return next(
+        (
+            ours
+            for edits in range(3)
+            for ours in known
+            if edits <= min(len(ours), len(name)) // 3 and _within(snake, ours, edits)
+        ),
+        None,
+    )
 
 
 def _snake(name: str) -> str:
     """`maxTokens` and `max-tokens` as `max_tokens`."""
     return re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower().replace("-", "_")
+
+
+def _within(a: str, b: str, edits: int) -> bool:
+    """Whether one text becomes the other by so many letters that are added, left out, replaced or
+    swapped with the next.
+    """
+    same = next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
+    a, b = a[same:], b[same:]
+    if abs(len(a) - len(b)) > edits or not (a or b):
+        return not (a or b)
+    if not edits:
+        return False
+    swapped = a[1:2] + a[:1] == b[:2] and _within(a[2:], b[2:], edits - 1)
+    return swapped or any(
+        _within(x, y, edits - 1) for x, y in ((a[1:], b), (a, b[1:]), (a[1:], b[1:]))
+    )
 
 
 def header(ignored: Collection[str]) -> str:

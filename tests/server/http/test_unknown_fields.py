@@ -4,6 +4,7 @@ told, never in silence.
 
 import asyncio
 import logging
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from server.http.openai.chat_fields import ChatBody, TemplateBody
 from server.http.openai.fields import CompletionBody
 from server.http.tgi.fields import GenerateBody
 from server.http.token_fields import DetokenizeBody, TokenizeBody
-from server.http.unknown_fields import MAX_TOLD, header, level_of, nearest
+from server.http.unknown_fields import MAX_TOLD, _within, header, level_of, nearest
 from tests.support.fake_engine import serve
 
 USER = {"role": "user", "content": "hi"}
@@ -216,8 +217,8 @@ REFUSED: list[tuple[type[BaseModel], dict[str, Any], str]] = [
     (ChatBody, {"tol_chioce": "none"}, "did you mean `tool_choice`?"),
     (
         ChatBody,
-        {"messages": [USER, USER | {"nam": "x"}]},
-        "`messages.1.nam` is not a known field; did you mean `name`?",
+        {"messages": [USER, USER | {"naem": "x"}]},
+        "`messages.1.naem` is not a known field; did you mean `name`?",
     ),
     (
         ChatBody,
@@ -392,6 +393,28 @@ def test_no_field_of_others_is_taken_for_a_misspelling(schema: type[BaseModel], 
         if name not in level_of(level):
             assert nearest(level, name) is None
         levels += [inner for inner in level_of(level).values() if isinstance(inner, type)]
+
+
+def test_edits_are_counted_as_a_table_counts_them() -> None:
+    def distance(a: str, b: str) -> int:
+        table = {(i, j): i + j for i in range(len(a) + 1) for j in range(len(b) + 1)}
+        for i in range(1, len(a) + 1):
+            for j in range(1, len(b) + 1):
+                ways = [
+                    table[i - 1, j] + 1,
+                    table[i, j - 1] + 1,
+                    table[i - 1, j - 1] + (a[i - 1] != b[j - 1]),
+                ]
+                if i > 1 and j > 1 and a[i - 2 : i] == b[j - 1] + b[j - 2]:
+                    ways.append(table[i - 2, j - 2] + 1)
+                table[i, j] = min(ways)
+        return table[len(a), len(b)]
+
+    rng = random.Random(1)
+    for _ in range(3000):
+        a, b = ("".join(rng.choices("abc", k=rng.randrange(7))) for _ in range(2))
+        for edits in range(3):
+            assert _within(a, b, edits) == (distance(a, b) <= edits), (a, b, edits)
 
 
 def test_many_unknown_fields_are_told_in_a_short_header() -> None:
