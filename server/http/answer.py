@@ -6,7 +6,6 @@ It knows no dialect's fields, and no responses.
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -47,6 +46,10 @@ class Reply(Protocol):
     def last_chunks(self) -> list[dict[str, Any]]:
         """The chunks that a stream sends after its last piece."""
         return []
+
+    def error_chunk(self, error: RequestError, dialect: Dialect) -> dict[str, Any]:
+        """The chunk by which a stream ends that has failed."""
+        return dialect.body(error)
 
     def full_response(self) -> Any:
         """The JSON value of a reply that is not streamed, after its last piece; as
@@ -137,9 +140,13 @@ class ReplyEvents:
     def __init__(self, reply: Reply, dialect: Dialect) -> None:
         self.reply = reply
         self.first: Piece | None = None
-        self.error_event = partial(sse.error_event, dialect, reply.form)
+        self._dialect = dialect
         self._has_begun = False
         self.ended = False
+
+    def error_event(self, error: RequestError) -> bytes:
+        """The event that ends the stream with an error."""
+        return sse.event(self.reply.error_chunk(error, self._dialect), self.reply.form)
 
     def listen(self, wake: Wake) -> None:
         self.reply.streams.listen(wake)

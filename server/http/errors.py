@@ -10,7 +10,6 @@ from starlette.responses import JSONResponse, Response
 
 from server.errors import BadSize, RequestError
 
-ErrorBody = Callable[[RequestError], dict[str, Any]]
 _OPENAI_NAMES = {"inputs": "prompt", "max_new_tokens": "max_tokens"}
 """Messages of BadSize name fields as TGI does: TGI's name -> that of other dialects."""
 
@@ -53,13 +52,12 @@ def _tgi_body(error: RequestError) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The form of errors: the body of a response, and its status. `event`: the event that ends a
-    stream, where it is not that body.
+    """The form of errors: the body of a response, which is also the event that ends a stream, and
+    the status.
     """
 
-    body: ErrorBody
+    body: Callable[[RequestError], dict[str, Any]]
     status: Callable[[RequestError], int] = openai_status
-    event: ErrorBody | None = None
 
     def response(self, error: RequestError, headers: dict[str, str] | None = None) -> Response:
         """The response to a refused request."""

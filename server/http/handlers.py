@@ -102,7 +102,7 @@ class Handlers:
         """
         ignored = body.fit(self.generation.texts.variables)
         if ignored and self.section.strict_fields:
-            text = f"`{ignored[0]}`: the model's chat template reads no such variable"
+            text = f"`{ignored[0]}` has no effect with this model (server.strict_fields)"
             raise InvalidRequest(text, param=ignored[0])
         return ignored
 

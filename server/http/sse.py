@@ -12,9 +12,7 @@ import msgspec
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from server.errors import RequestError
 from server.generation.arrivals import Wake, Write
-from server.http.errors import Dialect
 from server.http.exchange import Chunks, exchange_of
 
 _encode = msgspec.json.Encoder(enc_hook=list).encode
@@ -53,11 +51,6 @@ def event(data: dict[str, Any], form: Form = EVENTS, prefix: bytes = b"") -> byt
     """
     name = f"event: {data.get('type', 'error')}\n".encode() if form.named else b""
     return name + (prefix or form.prefix) + _encode(data)[1:] + form.end
-
-
-def error_event(dialect: Dialect, form: Form, error: RequestError) -> bytes:
-    """An error that ends a stream."""
-    return event((dialect.event or dialect.body)(error), form)
 
 
 def prefix_of(head: dict[str, Any]) -> bytes:

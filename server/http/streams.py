@@ -24,7 +24,7 @@ from server.generation.arrivals import Wake
 from server.generation.clients import EVERYBODY
 from server.http import sse
 from server.http.answer import Reply, ReplyEvents
-from server.http.errors import OPENAI
+from server.http.errors import OPENAI, Dialect
 from server.http.exchange import Exchange, exchange_of
 from server.http.front import FrontDoor
 from server.http.routes import Route
@@ -47,6 +47,11 @@ _NUMBER = re.compile(r"[0-9]{1,15}")
 _GAP = GenerationFailed(
     "some events after the last one you received are no longer kept", code="resume_gap"
 )
+
+
+def _error_event(dialect: Dialect, form: sse.Form, error: RequestError) -> bytes:
+    """An error that is the stream's, not the reply's."""
+    return sse.event(dialect.body(error), form)
 
 
 class StreamWriter:
@@ -99,7 +104,7 @@ class StreamWriter:
             return
         self._exchange, self._source, self._last = exchange, source, reply.last
         self.buffer.is_queued = False
-        self._say_errors_by(source.error_event)
+        self._say_errors_by(partial(_error_event, exchange.dialect, reply.form))
         if file is not None:
             self._keep(file)
         streams.keeps_taken = self._file is not None
@@ -246,7 +251,7 @@ class StreamPublisher:
         for asked, parts, file in self._journal.read():
             writer = StreamWriter(self.store, asked.caller, asked.client, asked.stream_id)
             form = sse.NAMED_EVENTS if asked.is_named else sse.EVENTS
-            error_event = partial(sse.error_event, door.table.dialect(asked.path), form)
+            error_event = partial(_error_event, door.table.dialect(asked.path), form)
             writer.restore(parts, error_event, asked.last, file)
             if not writer.buffer.ended:
                 self._restored.append((asked, writer))

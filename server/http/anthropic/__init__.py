@@ -41,8 +41,7 @@ class MessagesRoutes(Handlers):
         """Count the tokens of a conversation as the chat template writes it."""
         body = await self.read(http, CountBody)
         self.check_model(body, http)
-        chat, exchange = body.as_chat(), exchange_of(http)
-        chat.fit(self.generation.texts.variables)
-        job = EncodeChat(chat.chat_input(self.generation.texts.texts.calls.form is not None))
+        exchange = exchange_of(http)
+        job = EncodeChat(body.chat.chat_input(self.generation.texts.texts.calls.form is not None))
         ids = await self.generation.convert(job, exchange.client, exchange.terms)
         return JSONResponse({"input_tokens": len(ids)})

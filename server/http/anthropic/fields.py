@@ -1,6 +1,7 @@
 """Request bodies of Anthropic's Messages API, and what they are in OpenAI's dialect."""
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -173,7 +174,12 @@ class CountBody(Body):
     output_format: OutputFormat | None = None
     """The older name of `output_config.format`."""
 
-    def as_chat(self) -> chat_fields.ChatBody:
+    def fit(self, variables: Container[str]) -> list[str]:
+        """Leaves out what the chat template does not read, and returns its places."""
+        return ["thinking"] if self.chat.fit(variables) else []
+
+    @cached_property
+    def chat(self) -> chat_fields.ChatBody:
         """The same request to /v1/chat/completions. Raises InvalidRequest."""
         return check(self._in_openai(), chat_fields.ChatBody)[0]
 

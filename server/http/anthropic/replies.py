@@ -1,7 +1,6 @@
 """Anthropic's form of answers: a message of blocks, whole or as named events."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 from server.generation.admission import Reservation
@@ -39,12 +38,9 @@ class MessagesReply(Reply):
         cls, generation: Generation, body: MessagesBody, model: str, reservation: Reservation
     ) -> "MessagesReply":
         """Starts the sequence of a body. Raises RequestError."""
-        chat = body.as_chat()
-        ignored = ["thinking"] if chat.fit(generation.texts.variables) else []
-        request = await ChatReply.prepare(generation, chat, reservation.client)
+        request = await ChatReply.prepare(generation, body.chat, reservation.client)
         request = generation.within_context(request, body.max_tokens)
         is_cut = request.max_new_tokens != body.max_tokens
-        request = replace(request, ignored=[*ignored, *request.ignored])
         return cls(model, generation.start([request], reservation), is_cut)
 
     def take(self, piece: Piece) -> list[Change]:

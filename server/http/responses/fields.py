@@ -1,9 +1,10 @@
 """The request body of OpenAI's Responses API, and what it is in /v1/chat/completions."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from server.http import fields
 from server.http.body import check
@@ -12,6 +13,14 @@ from server.http.openai import chat_fields
 from server.http.openai.chat_fields import FunctionName
 
 LOGPROBS = "message.output_text.logprobs"
+DESCRIBED = {"name", "description", "parameters"}
+"""Fields of a function that the model reads."""
+KINDS: dict[str, tuple[set[str], set[str]]] = {
+    "function": ({"name"}, {"description", "parameters", "strict"}),
+    "namespace": ({"name", "tools"}, {"description"}),
+    "web_search": (set(), set()),
+}
+"""Types of tools -> the fields that each needs, and others that it may have."""
 
 
 class ItemPart(Body):
@@ -36,6 +45,36 @@ ItemParts = Annotated[
 ]
 
 
+class OutputPart(Body):
+    """A part of what a function returned."""
+
+    type: fields.Name
+    """The model is told of an image or a file that it cannot be shown."""
+    text: fields.Text | None = None
+    """The text."""
+    image_url: fields.Json = None
+    """Accepted: the model reads text alone."""
+    detail: fields.Json = None
+    """Accepted: the model reads text alone."""
+    file_id: fields.Json = None
+    """Accepted: the model reads text alone."""
+    file_data: fields.Json = None
+    """Accepted: the model reads text alone."""
+    filename: fields.Json = None
+    """Accepted: the model reads text alone."""
+
+    @property
+    def shown(self) -> str:
+        """What the model reads."""
+        return f"({self.type} that cannot be shown)" if self.text is None else self.text
+
+
+OutputParts = Annotated[
+    Annotated[list[OutputPart], Field(max_length=1024, fail_fast=True)],
+    BeforeValidator(fields.as_parts, fields.Text | list[OutputPart]),
+]
+
+
 class Item(Body):
     """An item of a conversation: a message, a call of a function, its output, or a thought."""
 
@@ -49,11 +88,11 @@ class Item(Body):
     """The id of a call, which its output repeats."""
     name: fields.Name = ""
     """The function's name."""
-    namespace: fields.Json = None
-    """Accepted: functions are known by their own names."""
+    namespace: fields.Name = ""
+    """That of the function."""
     arguments: fields.Text = ""
     """The function's arguments, JSON text."""
-    output: ItemParts | None = None
+    output: OutputParts | None = None
     """What the function returned."""
     id: fields.Json = None
     """Accepted: nothing is stored."""
@@ -79,7 +118,7 @@ class Function(Body):
     """A function that the model may call."""
 
     type: Literal["function"] = "function"
-    """Only functions are supported."""
+    """The kind of tool."""
     name: FunctionName
     """The function's name."""
     description: fields.Text = ""
@@ -90,37 +129,65 @@ class Function(Body):
     """Accepted: calls always follow the schema."""
 
 
-class Tool(Function):
-    """A function, functions of one namespace, or a search of the web."""
+class Tool(Body):
+    """A function, a namespace of functions, or a search of the web."""
 
-    type: Literal["function", "namespace", "web_search"]  # type: ignore[assignment]
-    """The kind of tool. A search, which some clients always offer, is left out."""
+    type: Literal["function", "namespace", "web_search"]
+    """The kind of tool. A search by OpenAI's host, which some clients offer unasked, is left out
+    and told."""
     name: FunctionName = ""
-    """The name of the function or the namespace."""
+    """The name of the function or the namespace. The model knows a function of a namespace as
+    `NAMESPACE.NAME`."""
+    description: fields.Text = ""
+    """What a function does; or what those of a namespace are for, which the model reads before the
+    first one's description."""
+    parameters: fields.JsonObject = Field(default={"type": "object", "properties": {}})
+    """The JSON Schema of a function's arguments, which calls follow."""
+    strict: bool | None = None
+    """Accepted: calls always follow the schema."""
     tools: list[Function] = Field(default=[], max_length=128, fail_fast=True)
-    """The functions of a namespace. Up to 128."""
+    """The functions of a namespace. 1 to 128."""
 
     @model_validator(mode="after")
-    def _check_name(self) -> "Tool":
-        if self.type == "function" and not self.name:
-            raise ValueError("`tools.name` is required")
+    def _check_kind(self) -> "Tool":
+        needed, other = KINDS[self.type]
+        if missing := {name for name in needed if not getattr(self, name)}:
+            raise ValueError(f"`tools.{min(missing)}` is required of type {self.type}")
+        if odd := self.model_fields_set - {"type"} - needed - other:
+            raise ValueError(f"`tools.{min(odd)}` is not supported of type {self.type}")
         return self
 
     @property
-    def functions(self) -> Sequence[Function]:
-        """What the model may call."""
+    def described(self) -> Iterator[dict[str, Any]]:
+        """The functions that the model may call, as /v1/chat/completions names them."""
         if self.type == "function":
-            return [self]
-        return self.tools
+            yield self.model_dump(include=DESCRIBED)
+        about = f"{self.description}\n\n" if self.description else ""
+        for function in self.tools:
+            named = {"name": qualified(self.name, function.name)}
+            named["description"] = about + function.description
+            yield function.model_dump(include=DESCRIBED) | named
+            about = ""
+
+
+def qualified(namespace: str, name: str) -> str:
+    """A function's name, as the model knows it."""
+    return f"{namespace}.{name}" if namespace else name
 
 
 class NamedTool(Body):
     """A tool by its name."""
 
-    type: Literal["function"]
-    """Only functions are supported."""
-    name: FunctionName
+    type: Literal["function", "web_search"]
+    """The kind of tool."""
+    name: FunctionName = ""
     """The function's name."""
+    namespace: fields.Name = ""
+    """That of the function."""
+
+    def in_chat(self) -> dict[str, Any]:
+        """The same in /v1/chat/completions."""
+        return {"type": "function", "function": {"name": qualified(self.namespace, self.name)}}
 
 
 class ChosenTools(Body):
@@ -128,19 +195,28 @@ class ChosenTools(Body):
 
     type: Literal["function", "allowed_tools"]
     """Which of the two is given."""
-    name: FunctionName | None = None
+    name: FunctionName = ""
     """The function that has to be called."""
+    namespace: fields.Name = ""
+    """That of the function."""
     mode: Literal["auto", "required"] = "auto"
     """Whether one of the allowed ones has to be called."""
     tools: list[NamedTool] = Field(default=[], max_length=128, fail_fast=True)
-    """The functions that may be called."""
+    """The functions that may be called. A search is left out."""
 
     def in_chat(self) -> dict[str, Any]:
         """The same in /v1/chat/completions."""
         if self.type == "function":
-            return {"type": "function", "function": {"name": self.name}}
-        tools = [{"type": "function", "function": {"name": tool.name}} for tool in self.tools]
+            return NamedTool.in_chat(self)  # type: ignore[arg-type]
+        tools = [tool.in_chat() for tool in self.tools if tool.type == "function"]
         return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": tools}}
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<word>")]
+    | Annotated[ChosenTools, Tag("<object>")],
+    Discriminator(lambda value: "<word>" if isinstance(value, str) else "<object>"),
+]
 
 
 class TextFormat(Body):
@@ -202,8 +278,9 @@ class ResponsesBody(Body):
     resumable: bool | None = None
     """Whether the stream can be read again. Default: false."""
     tools: list[Tool] | None = Field(default=None, max_length=128, fail_fast=True)
-    """Functions that the model may call. Up to 128. Default: none."""
-    tool_choice: Literal["none", "auto", "required"] | ChosenTools | None = None
+    """Functions that the model may call, and namespaces of them. Up to 128 functions. Default:
+    none."""
+    tool_choice: ToolChoice | None = None
     """As on /v1/chat/completions. Default: `auto`."""
     parallel_tool_calls: bool | None = None
     """Whether an answer may have several calls. Default: true."""
@@ -231,9 +308,20 @@ class ResponsesBody(Body):
     max_tool_calls: fields.Unsupported = None
     """No tools are hosted here."""
 
-    def as_chat(self) -> chat_fields.ChatBody:
+    def fit(self, variables: Container[str]) -> list[str]:
+        """Leaves out what the model cannot use, and returns its places."""
+        found = self.tools or []
+        self.tools = [tool for tool in found if tool.type != "web_search"] or None
+        searches = ["tools.web_search"] if len(found) > len(self.tools or ()) else []
+        return searches + (["reasoning.effort"] if self.chat.fit(variables) else [])
+
+    @cached_property
+    def chat(self) -> chat_fields.ChatBody:
         """The same request to /v1/chat/completions. Raises InvalidRequest."""
-        choice, options = self.tool_choice, self.text or TextOptions()
+        choice: Any = self.tool_choice
+        if isinstance(choice, ChosenTools):
+            choice = choice.in_chat()
+        options = self.text or TextOptions()
         logprobs = self.top_logprobs is not None or LOGPROBS in (self.include or ())
         value: dict[str, Any] = {
             "messages": [*chat_fields.joined(self._messages())],
@@ -242,12 +330,10 @@ class ResponsesBody(Body):
             "logprobs": logprobs,
             "top_logprobs": self.top_logprobs,
             "parallel_tool_calls": self.parallel_tool_calls,
-            "tool_choice": choice.in_chat() if isinstance(choice, ChosenTools) else choice,
+            "tool_choice": choice,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "tools": [
-                {"function": function.model_dump(include={"name", "description", "parameters"})}
-                for tool in self.tools or ()
-                for function in tool.functions
+                {"function": function} for tool in self.tools or () for function in tool.described
             ],
         }
         if (format := options.format) is not None:
@@ -265,7 +351,8 @@ class ResponsesBody(Body):
             if item.type == "reasoning":
                 thought = {"reasoning_content": text} if text else {}
             elif item.type == "function_call":
-                function = {"name": item.name, "arguments": item.arguments}
+                name = qualified(item.namespace, item.name)
+                function = {"name": name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
                 yield {"role": "assistant", "content": "", "tool_calls": [call]} | thought
                 thought = {}

@@ -1,19 +1,19 @@
 """OpenAI's Responses API: an answer of items, whole or as named events."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from itertools import chain, count
 from typing import Any
 
+from server.errors import RequestError
 from server.generation.admission import Reservation
 from server.generation.generation import Generation
 from server.generation.stream import OpenStreams, Piece
 from server.http import sse
 from server.http.answer import Output, OutputToken, Reply, token_entries
+from server.http.errors import Dialect, openai_message
 from server.http.openai.chat import ChatReply
-from server.http.openai.chat_fields import ChatBody
 from server.http.parts import Change, Part, Parts
-from server.http.responses.fields import ResponsesBody
+from server.http.responses.fields import ResponsesBody, qualified
 
 DELTAS = {
     "thought": "response.reasoning_text",
@@ -33,7 +33,6 @@ class ResponsesReply(Reply):
     def __init__(
         self,
         body: ResponsesBody,
-        chat: ChatBody,
         model: str,
         generation: Generation,
         streams: OpenStreams,
@@ -41,14 +40,13 @@ class ResponsesReply(Reply):
         self.body = body
         self.codec = generation.codec
         self.streams = streams
-        self.num_top = chat.num_top
+        self.num_top = body.chat.num_top
         self.namespaces = {
-            function.name: tool.name
+            qualified(tool.name, function.name): (tool.name, function.name)
             for tool in body.tools or ()
-            for function in tool.functions
-            if tool.type == "namespace"
+            for function in tool.tools
         }
-        """Names of functions -> those of their namespaces."""
+        """Names of functions, as the model knows them -> their namespace and own name."""
         self.output = Output(streams.choices[0])
         self.parts = Parts()
         self.held: list[OutputToken] = []
@@ -85,13 +83,9 @@ class ResponsesReply(Reply):
         cls, generation: Generation, body: ResponsesBody, model: str, reservation: Reservation
     ) -> "ResponsesReply":
         """Starts the sequence of a body. Raises RequestError."""
-        chat = body.as_chat()
-        ignored = ["reasoning.effort"] if chat.fit(generation.texts.variables) else []
-        ignored += [f"tools.{i}" for i, tool in enumerate(body.tools or ()) if not tool.functions]
-        request = await ChatReply.prepare(generation, chat, reservation.client)
+        request = await ChatReply.prepare(generation, body.chat, reservation.client)
         request = generation.within_context(request, body.max_output_tokens)
-        request = replace(request, ignored=[*ignored, *request.ignored])
-        return cls(body, chat, model, generation, generation.start([request], reservation))
+        return cls(body, model, generation, generation.start([request], reservation))
 
     def take(self, piece: Piece) -> list[Change]:
         new = self.output.take(piece)
@@ -127,6 +121,13 @@ class ResponsesReply(Reply):
         is_cut = self.output.finish == "length"
         return self._response("incomplete" if is_cut else "completed", items)
 
+    def error_chunk(self, error: RequestError, dialect: Dialect) -> dict[str, Any]:
+        """The event by which clients know that the response has failed."""
+        told = {"code": "server_error", "message": openai_message(error)}
+        items = [self._item(index, part, "incomplete") for index, part in enumerate(self.parts.all)]
+        response = self._response("failed", items) | {"error": told}
+        return self._event("response.failed", response=response)
+
     def _event(self, type: str, **more: Any) -> dict[str, Any]:
         return {"type": type, "sequence_number": next(self.numbers)} | more
 
@@ -151,7 +152,8 @@ class ResponsesReply(Reply):
                 yield self._event(f"{name}.delta", **at, delta=added, **logprobs)
             else:
                 field = "text" if has_content else "arguments"
-                whole = {field: part.text} | ({} if has_content else {"name": part.name})
+                whole = {field: part.text}
+                whole |= {} if has_content else {"name": self._name_of(part)[1]}
                 yield self._event(f"{name}.done", **at, **whole, **logprobs)
                 item = self._item(index, part, self._status(index))
                 if has_content:
@@ -167,12 +169,16 @@ class ResponsesReply(Reply):
     def _item_id(self, index: int, part: Part) -> str:
         return f"{PREFIXES[part.kind]}_{self.id}_{index}"
 
+    def _name_of(self, call: Part) -> tuple[str, str]:
+        """The namespace, if it has one, and the own name of the function that is called."""
+        return self.namespaces.get(call.name, ("", call.name))
+
     def _item(self, index: int, part: Part, status: str) -> dict[str, Any]:
         item: dict[str, Any] = {"id": self._item_id(index, part)}
         if part.kind == "call":
-            call = {"call_id": f"call_{self.id}_{index}", "name": part.name}
-            if part.name in self.namespaces:
-                call["namespace"] = self.namespaces[part.name]
+            space, name = self._name_of(part)
+            call = {"call_id": f"call_{self.id}_{index}", "name": name}
+            call |= {"namespace": space} if space else {}
             return (
                 item | {"type": "function_call", "status": status} | call | {"arguments": part.text}
             )

@@ -184,7 +184,7 @@ async def test_neighbours_of_one_author_are_one_message(tmp_path: Path) -> None:
 )
 def test_messages_in_openai(messages: Any, expected: list[tuple[str, str]]) -> None:
     body, _ = check({"messages": messages}, CountBody)
-    chat = body.as_chat()
+    chat = body.chat
     texts = ["".join(part.text for part in each.content or ()) for each in chat.messages]
     assert [(e.role, text) for e, text in zip(chat.messages, texts, strict=True)] == expected
 

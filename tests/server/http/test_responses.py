@@ -9,6 +9,7 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.responses import ResponseFailedEvent
 from pydantic import BaseModel
 
 from server.http.body import check
@@ -86,19 +87,59 @@ def test_a_function_is_called_and_its_output_told(client: openai.OpenAI) -> None
     assert "7" in second.output_text
 
 
-def test_functions_of_a_namespace_are_called_and_a_search_is_left_out(
-    client: openai.OpenAI,
-) -> None:
-    space: Any = {"type": "namespace", "name": "meteo", "description": "", "tools": [WEATHER]}
-    raw = client.responses.with_raw_response.create(
-        input=ASK, tools=[space, {"type": "web_search"}], **GREEDY
-    )
-    assert raw.headers["x-onehead-ignored"] == "tools.1"
-    (call,) = raw.parse().output
-    assert call.type == "function_call" and (call.namespace, call.name) == ("meteo", "get_weather")
+NAMESPACES: Any = [
+    {"type": "namespace", "name": name, "description": "", "tools": [WEATHER]}
+    for name in ("north", "south")
+]
+SEARCH: Any = {"type": "web_search"}
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "function", "name": "get_weather", "namespace": "south"},
+        {
+            "type": "allowed_tools",
+            "mode": "required",
+            "tools": [
+                {"type": "function", "name": "get_weather", "namespace": "south"},
+                SEARCH,
+            ],
+        },
+    ],
+    ids=lambda choice: choice["type"],
+)
+def test_a_function_of_one_of_two_namespaces_is_called(client: openai.OpenAI, choice: Any) -> None:
+    tools = [*NAMESPACES, WEATHER]
+    whole = client.responses.create(input=ASK, tools=tools, tool_choice=choice, **GREEDY)
+    (call,) = whole.output
+    assert call.type == "function_call" and (call.namespace, call.name) == ("south", "get_weather")
+    assert json.loads(call.arguments)["city"]
     told: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "7 degrees"}
     items = [{"role": "user", "content": ASK}, call, told]
-    assert client.responses.create(input=items, tools=[space], **GREEDY).output_text
+    assert client.responses.create(input=items, tools=tools, **GREEDY).output_text
+    with client.responses.stream(input=ASK, tools=tools, tool_choice=choice, **GREEDY) as stream:
+        assert shape(stream.get_final_response()) == shape(whole)
+
+
+def test_a_search_is_left_out_and_told(client: openai.OpenAI) -> None:
+    raw = client.responses.with_raw_response.create(input=ASK, tools=[WEATHER, SEARCH], **GREEDY)
+    assert raw.headers["x-onehead-ignored"] == "tools.web_search"
+    assert [tool.type for tool in raw.parse().tools] == ["function"]
+
+
+async def test_the_model_reads_what_a_namespace_is_for(tmp_path: Path) -> None:
+    about = NAMESPACES[0] | {"description": "Of the north."}
+    (tool,) = check({"input": "a", "tools": [about]}, ResponsesBody)[0].chat.tools
+    assert (tool.function.name, tool.function.description) == (
+        "north.get_weather",
+        "Of the north.\n\n",
+    )
+    served = await make(tmp_path, strict_fields=True)
+    async with client_of(served) as client:
+        body = {"input": "a", "tools": [SEARCH]}
+        refused = await client.post("/v1/responses", json=body)
+    assert refused.status_code == 400 and "`tools.web_search`" in refused.text
 
 
 def test_a_class_is_parsed(client: openai.OpenAI) -> None:
@@ -117,6 +158,11 @@ def test_a_class_is_parsed(client: openai.OpenAI) -> None:
         {"max_tool_calls": 3},
         {"tools": [{"type": "file_search"}]},
         {"tools": [{"type": "function"}]},
+        {"tools": [{"type": "namespace", "name": "a", "tools": []}]},
+        {"tools": [{"type": "namespace", "tools": [WEATHER]}]},
+        {"tools": [WEATHER | {"tools": [WEATHER]}]},
+        {"tools": [{"type": "web_search", "tools": [WEATHER]}]},
+        {"tool_choice": {"type": "namespace", "name": "a"}},
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         {"input": []},
     ],
@@ -130,12 +176,15 @@ def test_what_is_not_served_is_refused_by_name(client: openai.OpenAI, more: Any)
 def test_items_are_the_messages_of_a_chat() -> None:
     thought = {"type": "reasoning", "summary": [], "content": [THOUGHT], "id": "rs_1"}
     call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
-    output = {"type": "function_call_output", "call_id": "1", "output": "c"}
+    image = {"type": "input_image", "image_url": "data:"}
+    shown = [{"type": "input_text", "text": "c "}, image]
+    output = {"type": "function_call_output", "call_id": "1", "output": shown}
     said = {"role": "assistant", "content": [{"type": "refusal", "refusal": "b"}]}
     items = [{"role": "user", "content": "a"}, thought, said, call, call | {"call_id": "2"}, output]
-    chat = check({"input": items}, ResponsesBody)[0].as_chat()
+    chat = check({"input": items}, ResponsesBody)[0].chat
     user, assistant, tool = plain_messages(chat.messages)
-    assert (user["content"], tool["content"], tool["name"]) == ("a", "c", "f")
+    assert (user["content"], tool["name"]) == ("a", "f")
+    assert tool["content"] == "c (input_image that cannot be shown)"
     assert (assistant["content"], assistant["reasoning_content"]) == ("b", "hm")
     assert [call["id"] for call in assistant["tool_calls"]] == ["1", "2"]
 
@@ -159,15 +208,18 @@ def test_log_probabilities_are_those_of_the_text(client: openai.OpenAI) -> None:
     assert [e.logprob for e in streamed] == [e.logprob for e in shown]
 
 
-async def test_a_stream_that_fails_ends_with_an_event_of_its_error(tmp_path: Path) -> None:
-    served = await make(tmp_path, crash_after=[2, 0, 0, 0, 0])
-    body = {"input": "a", "max_output_tokens": 4, "stream": True}
+async def test_a_stream_that_fails_ends_with_a_failed_response(tmp_path: Path) -> None:
+    served = await make(tmp_path, crash_after=[4, 2, 0, 0, 0])
+    body = {"input": "a", "max_output_tokens": 60, "stream": True}
     async with client_of(served) as client:
         answer = await client.post("/v1/responses", json=body)
-    name, data = answer.text.rstrip().splitlines()[-2:]
-    error = json.loads(data.removeprefix("data: "))
-    assert (name, error["type"]) == ("event: error", "error")
-    assert error["message"] == error["error"]["message"] and error["code"]
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if "data: " in line]
+    events = [*map(json.loads, lines)]
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+    failed = ResponseFailedEvent.model_validate(events[-1])
+    assert failed.type == "response.failed" and failed.response.status == "failed"
+    assert failed.response.error is not None and "retried" in failed.response.error.message
+    assert events[-1]["response"]["output"][0]["content"][0]["text"]
 
 
 async def test_a_resumable_stream_is_read_again(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The native CPU kernels, compiled when onehead is installed: the same source for AVX-512 and
-AVX2, each with and without VNNI, NEON with and without dot products and i8mm, and for any processor.
+AVX2, each with and without VNNI, for NEON with and without dot products and i8mm, and for any
+processor.
 
 They are called through ctypes on addresses of tensors, and have threads of their own (pool.cpp).
 Invariants: `library` returns the fastest version that this processor supports; all versions give
