@@ -10,7 +10,7 @@ hidden size, L layers, P columns of a layer's input, V vocabulary.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -157,35 +157,27 @@ class Decoder(nn.Module):
         position_ids_T: Tensor,
         attend: Attend,
         tail: Tail | None = None,
+        run: Callable[..., Tensor] | None = None,
     ) -> Tensor:
         """Ids and positions of T tokens -> their last hidden states x_TD, normalised. With `tail`
         only those of its rows are; the others are what the last layer that stores keys and values
-        has left.
+        has left. `run`: what computes layers in place of `run_layers`.
         """
+        run = run or self.run_layers
         x_TD = self.embed(token_ids_T, position_ids_T)
         rotations = self.rotations(position_ids_T, x_TD.dtype)
-        inputs = self.inputs(token_ids_T, x_TD)
+        inputs_TLP = None if self.layer_inputs is None else self.layer_inputs(token_ids_T, x_TD)
         num_layers, num_storing = self.spec.num_layers, self.spec.num_storing_layers
-        normed_TD = self.norm_before(0)(x_TD)
         if tail is None:
-            _, normed_TD = self.run_blocks(
-                x_TD, normed_TD, rotations, attend, inputs, range(num_layers)
-            )
-            return normed_TD
-        x_TD, normed_TD = self.run_blocks(
-            x_TD, normed_TD, rotations, attend, inputs, range(num_storing)
-        )
-        rows_K = tail.rows_K
+            return run(x_TD, inputs_TLP, rotations, attend, range(num_layers))
+        rows_K, early, late = tail.rows_K, None, None
+        if inputs_TLP is not None:
+            early, late = inputs_TLP[:, :num_storing], inputs_TLP[rows_K, num_storing:]
+        x_TD = run(x_TD, early, rotations, attend, range(num_storing))
         if not len(rows_K):
             return x_TD
-        _, last_KD = self.run_blocks(
-            x_TD[rows_K],
-            normed_TD[rows_K],
-            [None if rotation is None else rotation.of(rows_K) for rotation in rotations],
-            tail.attend,
-            {layer: x_TP[rows_K] for layer, x_TP in inputs.items() if layer >= num_storing},
-            range(num_storing, num_layers),
-        )
+        turned = [rotation and rotation.of(rows_K) for rotation in rotations]
+        last_KD = run(x_TD[rows_K], late, turned, tail.attend, range(num_storing, num_layers))
         return x_TD.index_copy_(0, rows_K, last_KD)
 
     def embed(self, token_ids_T: Tensor, position_ids_T: Tensor) -> Tensor:
@@ -198,14 +190,6 @@ class Decoder(nn.Module):
             x_TD = x_TD + self.position_embedding(position_ids_T)
         return x_TD
 
-    def inputs(self, token_ids_T: Tensor, x_TD: Tensor) -> dict[int, Tensor]:
-        """Ids and `embed`'s output -> for each layer the columns that it is given of each token,
-        input_TP; empty where layers are given none.
-        """
-        if self.layer_inputs is None:
-            return {}
-        return dict(enumerate(self.layer_inputs(token_ids_T, x_TD).unbind(1)))
-
     def rotations(self, position_ids_T: Tensor, dtype: torch.dtype) -> list[Rotation | None]:
         """The rotary embedding of positions, in layers without a window and in those with one; None
         where there is none.
@@ -217,26 +201,21 @@ class Decoder(nn.Module):
             return [rotation, rotation]
         return [rotation, self._window_rotary(position_ids_T, dtype)]
 
-    def norm_before(self, layer: int) -> nn.Module:
-        """The norm that this layer reads; after the last one the final norm."""
-        block: Any = self.blocks[layer] if layer < len(self.blocks) else None
-        found: nn.Module = self.final_norm if block is None else block.attention_norm
-        return found
-
-    def run_blocks(
+    def run_layers(
         self,
         x_TD: Tensor,
-        normed_TD: Tensor,
+        inputs_TLP: Tensor | None,
         rotations: Sequence[Rotation | None],
         attend: Attend,
-        inputs: Mapping[int, Tensor],
         layers: range,
-    ) -> tuple[Tensor, Tensor]:
-        """These blocks, one after another. The residual stream and the norm before the first of
-        them -> the stream and the norm after the last. `inputs`: what `inputs` returns of these
-        layers.
+    ) -> Tensor:
+        """These layers, one after another: the residual stream before them -> the one after them
+        or, after the last layer of all, the final norm of it. `inputs_TLP`: the columns that these
+        layers are given of each token, if they are given any.
         """
-        for layer in layers:
+        norms: list[Any] = [*(block.attention_norm for block in self.blocks), self.final_norm]
+        normed_TD = norms[layers.start](x_TD)
+        for index, layer in enumerate(layers):
             x_TD, normed_TD = self.blocks[layer](
                 x_TD,
                 normed_TD,
@@ -244,11 +223,11 @@ class Decoder(nn.Module):
                 attend,
                 # torch 2.11 compiles no index by a truth value.
                 rotations[int(self.spec.window(layer) is not None)],
-                self.norm_before(layer + 1),
-                inputs.get(layer),
+                norms[layer + 1],
+                None if inputs_TLP is None else inputs_TLP[:, index],
             )
             self.num_parts_run += 1
-        return x_TD, normed_TD
+        return normed_TD if layers.stop == self.spec.num_layers else x_TD
 
     def logits(self, x_SD: Tensor) -> Tensor:
         """Hidden states -> logits_SV. Give it only the rows that need them: the head is a large

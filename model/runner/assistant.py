@@ -69,14 +69,9 @@ class Assistant:
         def attend(layer: int, *rest: Any) -> Tensor:
             return backend.run(attended, self._sources[layer], *rest)
 
-        _, normed_Td = decoder.run_blocks(
-            x_Td,
-            decoder.norm_before(0)(x_Td),
-            decoder.rotations(positions_T, x_Td.dtype),
-            attend,
-            {},
-            range(decoder.spec.num_layers),
-        )
+        rotations = decoder.rotations(positions_T, x_Td.dtype)
+        layers = range(decoder.spec.num_layers)
+        normed_Td = decoder.run_layers(x_Td, None, rotations, attend, layers)
         samples = [row.sample for row in rows if row.sample is not None]
         draws = begin_draw(device, decoder.logits(normed_Td), samples, None, None)
         for row, state_D in zip(rows, decoder.output_projection(normed_Td), strict=True):

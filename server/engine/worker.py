@@ -93,7 +93,7 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
         num_pages=runner.pool.num_pages,
         kv_dtype=str(kv_dtype).removeprefix("torch."),
         kv_bytes_per_token=spec.kv_bytes_per_token(kv_dtype.itemsize),
-        capacity=limits.capacity - (pooling is not None),
+        capacity=limits.capacity - bool(pooling),
         quantization="+".join(sorted(forms)) or start.options.quantization.replace("auto", "none"),
         block_forms=forms,
         weight_bytes=runner.weight_bytes,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from model.batch import Batch
-from model.decoder import Decoder
+from model.decoder import Decoder, Tail
 from model.devices.backend import Plans
 from model.devices.cpu.attention import GroupPlan, NativeBackend
 from model.devices.cpu.recording import ALIGNMENT, Activation, Buffer, Operation, Recorder
@@ -53,19 +53,13 @@ class Program:
     def __init__(self, decoder: Decoder, backend: NativeBackend, layers: range) -> None:
         self._library = backend.library
         spec, recorder = decoder.spec, Recorder(backend.struct)
-        given = [Buffer(spec.hidden_size), Buffer(len(layers) * spec.layer_input_size)]
-        x: Any = Activation(recorder, given[0], 0, spec.hidden_size)
-        inputs: Any = {
-            layer: Activation(recorder, given[1], index * size, size)
-            for index, layer in enumerate(layers)
-            if (size := spec.layer_input_size)
-        }
+        hidden, size = spec.hidden_size, spec.layer_input_size
+        given = [Buffer(hidden), Buffer(len(layers) * size)]
+        x: Any = Activation(recorder, given[0], 0, hidden)
+        inputs: Any = Activation(recorder, given[1], 0, size, len(layers)) if size else None
         tables: Any = (None, None) if spec.rotary is None else (0, 1)
         attend: Any = recorder.attend
-        y, normed = decoder.run_blocks(
-            x, decoder.norm_before(layers.start)(x), tables, attend, inputs, layers
-        )
-        output: Any = normed if layers.stop == spec.num_layers else y
+        output: Any = decoder.run_layers(x, inputs, tables, attend, layers)
         self._columns = recorder.place(given, output.buffer)
         self._given, self._output = given, output.buffer.base
         self._tile_bytes, self._kept = recorder.tile_bytes, recorder.kept
@@ -130,29 +124,33 @@ def _pointers(rotation: Rotation | None) -> Pointers:
 
 
 class RecordedForward:
-    """A Forward: all layers in one call or, where only some tokens pass the last ones, in two."""
+    """A Forward: all layers in one call, of the program `whole`, or in two where only some tokens
+    pass the last ones.
+    """
 
     def __init__(self, decoder: Decoder, backend: NativeBackend) -> None:
         self._decoder = decoder
         num_layers, num_storing = decoder.spec.num_layers, decoder.spec.num_storing_layers
         self.whole = Program(decoder, backend, range(num_layers))
-        self._num_storing = num_storing
+        self._programs = {range(num_layers): self.whole}
         if num_storing < num_layers:
-            self._first = Program(decoder, backend, range(num_storing))
-            self._rest = Program(decoder, backend, range(num_storing, num_layers))
+            for layers in (range(num_storing), range(num_storing, num_layers)):
+                self._programs[layers] = Program(decoder, backend, layers)
 
-    def __call__(self, batch: Batch, plan: Plans) -> Tensor:
-        decoder, ids_T = self._decoder, batch.token_ids_T
-        x_TD = decoder.embed(ids_T, batch.position_ids_T)
-        rotations = decoder.rotations(batch.position_ids_T, torch.float32)
-        inputs_TLP = None if decoder.layer_inputs is None else decoder.layer_inputs(ids_T, x_TD)
-        if batch.tail is None:
-            return self.whole(x_TD, inputs_TLP, rotations, plan.all_tokens)
-        rows_K, first = batch.tail.rows_K, slice(self._num_storing)
-        early = None if inputs_TLP is None else inputs_TLP[:, first]
-        x_TD = self._first(x_TD, early, rotations, plan.all_tokens)
-        if not len(rows_K):
-            return x_TD
-        late = None if inputs_TLP is None else inputs_TLP[rows_K, self._num_storing :]
-        turned = [None if rotation is None else rotation.of(rows_K) for rotation in rotations]
-        return x_TD.index_copy_(0, rows_K, self._rest(x_TD[rows_K], late, turned, plan.tail))
+    def __call__(self, batch: Batch, plans: Plans) -> Tensor:
+        tail = batch.tail and Tail(batch.tail.rows_K, plans.tail)
+        x_TD: Tensor = self._decoder(
+            batch.token_ids_T, batch.position_ids_T, plans.all_tokens, tail, self._run
+        )
+        return x_TD
+
+    def _run(
+        self,
+        x_TD: Tensor,
+        inputs_TLP: Tensor | None,
+        rotations: Sequence[Rotation | None],
+        plan: Any,
+        layers: range,
+    ) -> Tensor:
+        """What `Decoder.run_layers` computes, by a plan in place of an Attend."""
+        return self._programs[layers](x_TD, inputs_TLP, rotations, plan)

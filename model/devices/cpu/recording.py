@@ -72,6 +72,12 @@ class Activation:
         """Columns of all heads."""
         return self.size * (self.heads or 1)
 
+    def __getitem__(self, place: tuple[slice, int]) -> "Activation":
+        """One of the heads of all tokens, as [T, size]."""
+        assert place[0] == slice(None) and self.heads is not None
+        first = self.first + place[1] * self.size
+        return Activation(self.recorder, self.buffer, first, self.size)
+
     def view(self, *shape: int) -> "Activation":
         """The same columns as [T, heads, size]."""
         tokens, heads, size = shape
