@@ -120,13 +120,17 @@ class BadSize(InvalidRequest):
     """
 
 
+TOO_LONG = "context_length_exceeded"
+"""The code of what the context does not hold, by which OpenAI's clients know it."""
+
+
 class TooLongPrompt(BadSize):
-    """A prompt that the context does not hold: its tokens, or at least so many, and the most that
-    one may have.
+    """A prompt that the context does not hold: its tokens (at least so many, if it has not been
+    tokenized), and the most that one may have.
     """
 
     def __init__(self, message: str, num_tokens: int, most: int) -> None:
-        super().__init__(message, param="inputs", code="context_length_exceeded")
+        super().__init__(message, param="inputs", code=TOO_LONG)
         self.num_tokens = num_tokens
         self.most = most
 

@@ -16,7 +16,7 @@ import msgspec
 
 from server import protocol
 from server.config import ServerSection
-from server.errors import BadSize, InvalidRequest, TooLongPrompt, Unavailable
+from server.errors import TOO_LONG, BadSize, InvalidRequest, TooLongPrompt, Unavailable
 from server.generation.admission import Reservation
 from server.generation.clients import Terms
 from server.generation.engine_client import EngineClient
@@ -30,7 +30,6 @@ from server.text.service import TextService
 log = logging.getLogger("onehead.api")
 
 CHARS_PER_TOKEN = 4
-TOO_LONG = "context_length_exceeded"
 DOES = {
     GENERATES: "generates text",
     EMBEDS: "embeds texts (POST /v1/embeddings)",

@@ -152,7 +152,11 @@ def expected(tiny_checkpoint: TinyCheckpoint) -> list[int]:
     ("flags", "name", "kernels"),
     [("asimddp,atomics", "dotprod", "native"), ("asimd", "neon", "native")]
     if platform.machine() == "aarch64"
-    else [("avx2,fma,f16c", "avx2", "native"), ("sse2", "unfused", "native-unfused")],
+    else [
+        ("avx512f,avx512bw,avx512dq,avx512vl", "avx512bw", "native"),
+        ("avx2,fma,f16c", "avx2", "native"),
+        ("sse2", "unfused", "native-unfused"),
+    ],
 )
 def test_an_engine_of_a_processor_with_fewer_features(
     flags: str, name: str, kernels: str, tiny_folder: Path, expected: list[int]

@@ -15,6 +15,7 @@ TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+"""Statuses -> the types of their errors; of others it is `invalid_request_error`."""
 
 
 def _body(error: RequestError) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from math import exp, fsum
 from typing import Any
 
 from server import protocol
-from server.errors import InvalidRequest, QueueTimeout
+from server.errors import TOO_LONG, InvalidRequest, QueueTimeout
 from server.generation.admission import RETRY_SECONDS, Reservation
-from server.generation.generation import TOO_LONG, Generation
+from server.generation.generation import Generation
 from server.generation.price import MAX_SENT_IDS
 from server.generation.request import Request, prompt_tokens
 from server.generation.stream import OpenStreams, Piece

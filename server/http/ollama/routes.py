@@ -34,12 +34,14 @@ from server.http.ollama.replies import (
     now,
 )
 from server.http.routes import Route
+from server.http.unknown_fields import printable
 
 VERSION = "0.12.0"
 """The version of Ollama whose API this is, which some clients compare."""
 NEVER = "2100-01-01T00:00:00Z"
 """When the model will be unloaded."""
 DIALECT = Dialect(lambda error: {"error": openai_message(error)})
+"""The form of Ollama's errors."""
 CHANGES = ("create", "copy", "delete", "push", "blobs/{digest}")
 """Routes that change models."""
 
@@ -100,7 +102,9 @@ class OllamaRoutes(Handlers):
         try:
             resolved = self.names.resolve(given)
         except NotFound:
-            raise NotFound(f"model {given!a} not found", code="model_not_found") from None
+            raise NotFound(
+                f"model '{printable(given or '')}' not found", code="model_not_found"
+            ) from None
         return given or resolved
 
     async def version(self) -> Response:

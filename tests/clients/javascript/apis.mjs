@@ -10,7 +10,7 @@ import { z } from "zod";
 import { refusal, run } from "./check.mjs";
 
 const [server, embedder] = process.argv.slice(2);
-const model = "embedded";
+const model = "own";
 const lightOf = z.object({ room: z.enum(["kitchen", "hall"]), on: z.boolean() });
 const parameters = z.toJSONSchema(lightOf);
 const described = { name: "set_light", description: "Turns a light on or off." };
@@ -31,6 +31,11 @@ async function texts(parts, of) {
 const ollama = new Ollama({ host: server });
 const vectors = new Ollama({ host: embedder });
 const options = { temperature: 0, num_predict: 8 };
+const greedy = { ...options, num_predict: 60 };
+const weather = [{ role: "user", content: "What is the weather in Oslo?" }];
+const city = { type: "object", properties: { city: { type: "string" } }, required: ["city"] };
+const function_ = { name: "get_weather", description: "Tells the weather.", parameters: city };
+const getWeather = { type: "function", function: function_ };
 
 async function generate() {
   const request = { model, prompt: "def add(", options };
@@ -38,7 +43,7 @@ async function generate() {
   const parts = await ollama.generate({ ...request, stream: true });
   const [text, last] = await texts(parts, (part) => part.response);
   assert.equal(text, whole.response);
-  assert(last.done && last.done_reason === "length" && last.eval_count === 8);
+  assert(last.done && last.done_reason === whole.done_reason && last.eval_count === whole.eval_count);
   assert(whole.total_duration > 0 && whole.context.length > 8);
 }
 
@@ -51,22 +56,17 @@ async function chat() {
 }
 
 async function tools() {
-  const properties = { on: { type: "boolean" } };
-  const schema = { type: "object", properties, required: ["on"] };
-  const tool = { type: "function", function: { ...described, parameters: schema } };
-  const request = { model, messages, tools: [tool], options: { ...options, num_predict: 60 } };
+  const request = { model, messages: weather, tools: [getWeather], options: greedy };
   const whole = await ollama.chat(request);
   const parts = await ollama.chat({ ...request, stream: true });
   const calls = [];
-  const [text] = await texts(parts, (part) => {
-    calls.push(...(part.message.tool_calls ?? []));
-    return part.message.content;
-  });
-  assert.equal(text, whole.message.content);
-  assert.deepEqual(
-    calls.map((call) => call.function),
-    (whole.message.tool_calls ?? []).map((call) => call.function),
-  );
+  for await (const part of parts) calls.push(...(part.message.tool_calls ?? []));
+  assert.deepEqual(calls[0].function.arguments, { city: "Oslo" });
+  const called = whole.message.tool_calls.map((call) => call.function);
+  assert.deepEqual(calls.map((call) => call.function), called);
+  const told = { role: "tool", tool_name: "get_weather", content: "7 degrees and rain" };
+  const second = { ...request, messages: [...weather, whole.message, told] };
+  assert((await ollama.chat(second)).message.content.includes("7"));
 }
 
 async function format() {
@@ -88,9 +88,9 @@ async function embed() {
 
 async function list_show_ps() {
   const [listed] = (await ollama.list()).models;
-  assert.equal(listed.name, "embedded:latest");
+  assert.equal(listed.name, "own:latest");
   assert((await ollama.show({ model })).capabilities.includes("completion"));
-  assert.equal((await ollama.ps()).models[0].name, "embedded:latest");
+  assert.equal((await ollama.ps()).models[0].name, "own:latest");
   assert.equal((await ollama.pull({ model })).status, "success");
   assert((await ollama.version()).version);
 }
@@ -129,6 +129,12 @@ async function structured() {
   lightOf.parse(await new ChatOllama(langchain).withStructuredOutput(lightOf, { method }).invoke("x"));
 }
 
+async function bound_tools() {
+  const chat = new ChatOllama(langchain).bindTools([getWeather]);
+  const [call] = (await chat.invoke(weather[0].content)).tool_calls;
+  assert.deepEqual(call.args, { city: "Oslo" });
+}
+
 async function embed_documents() {
   const embeddings = new OllamaEmbeddings({ model: "embedder", baseUrl: embedder });
   const [first] = await embeddings.embedDocuments(["one", "two"]);
@@ -146,7 +152,8 @@ function blocks({ content }) {
 }
 
 async function messages_and_stream() {
-  for (const more of [{}, { stop_sequences: ["e"] }, anyTool]) {
+  const sum = [{ role: "user", content: "What is 3 + 4?" }];
+  for (const more of [{}, { messages: sum, stop_sequences: ["="] }, anyTool]) {
     const request = { model, messages, max_tokens: 80, temperature: 0, ...more };
     const whole = await anthropic.messages.create(request);
     const streamed = await anthropic.messages.stream(request).finalMessage();
@@ -154,6 +161,7 @@ async function messages_and_stream() {
     assert.equal(streamed.stop_reason, whole.stop_reason);
     assert.equal(streamed.usage.output_tokens, whole.usage.output_tokens);
     if (more.tools) lightOf.parse(whole.content.at(-1).input);
+    if (more.stop_sequences) assert.equal(whole.stop_reason, "stop_sequence");
   }
 }
 
@@ -226,7 +234,7 @@ const chats = [generate, chat, tools, format];
 const asked = [responses_and_stream, parse, chat_completions];
 await run([
   ["ollama", [...chats, embed, list_show_ps, abort, ollama_errors]],
-  ["@langchain/ollama", [invoke_and_stream, structured, embed_documents]],
+  ["@langchain/ollama", [invoke_and_stream, structured, bound_tools, embed_documents]],
   ["@anthropic-ai/sdk", [messages_and_stream, count_tokens, anthropic_errors]],
   ["openai", [...asked, openai_embeddings, openai_errors]],
 ]);
