@@ -1,10 +1,10 @@
 """Recorded requests of editors and agents (tests/clients/editors.json) are answered with 200 and
 the fields that these read.
 
-A record says the client, its version or commit, and the file in which its request and what it reads
-were found. `added` names fields of the body that the client does not send, or sends larger, which keep
-the answer short. `ends` is the field by which the client knows the last event of a stream, `last` what the
-last event has. `chats`: it needs a model with a chat template of its own.
+A record says the client, its version or commit, and the file in which its request and what it
+reads were found. `added` names fields of the body that the client does not send, or sends larger,
+which keep the answer short. `ends` is the field by which the client knows the last event of a
+stream, `last` what the last event has. `chats`: it needs a model with a chat template of its own.
 """
 
 import json
