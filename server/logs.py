@@ -4,7 +4,6 @@ Invariant: logging never blocks and never raises; lines that cannot be written a
 contains prompt text unless server.log_prompts is set.
 """
 
-import contextlib
 import json
 import logging
 import queue
@@ -22,7 +21,6 @@ MAX_MESSAGE_CHARS, MAX_TRACE_CHARS = 4096, 2**15
 """Characters of a message, from its beginning, and of a traceback, from its end, that a line
 shows."""
 EXIT_SECONDS = 1.0
-ERASE_LINE = "\x1b[2K"
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 """Id of the request that the current task serves."""
@@ -44,29 +42,14 @@ class Sink(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._queue(self.format(record) + "\n")
-        except Exception:  # The queue is full, or the line cannot be formatted.
-            self.num_dropped += 1
-
-    def _queue(self, line: str) -> None:
-        """Has the thread write a line. Raises Full."""
-        self.acquire()
-        try:
+            line = self.format(record) + "\n"
             size = len(line) + LINE_OVERHEAD
             if self._num_queued - self._num_written + size > MAX_QUEUED_CHARS:
                 raise queue.Full
             self._num_queued += size
             self._lines.put(line)
-        finally:
-            self.release()
-
-    def show(self, text: str) -> None:
-        """Writes a status to a terminal, which the next line overwrites. Does nothing where the
-        stream is no terminal.
-        """
-        with contextlib.suppress(Exception):  # The queue is full, or there is no standard error.
-            if self._stream.isatty():
-                self._queue(f"{ERASE_LINE}{text}\r")
+        except Exception:  # The queue is full, or the line cannot be formatted.
+            self.num_dropped += 1
 
     def _write(self) -> None:
         while (line := self._lines.get()) is not None:

@@ -251,9 +251,9 @@ def _max_context(start: protocol.Start, spec: ModelSpec) -> int:
     return asked or positions
 
 
-def load_report(pipe: Connection, sink: logs.Sink) -> "Report":
-    """A callback that sends the loading phase to the API process, shows the bytes of weights on a
-    terminal, and logs how long each phase took.
+def load_report(pipe: Connection) -> "Report":
+    """A callback that sends the loading phase to the API process, and logs how long each phase
+    took.
     """
     last, began, sent = "starting", time.perf_counter(), ""
 
@@ -264,7 +264,6 @@ def load_report(pipe: Connection, sink: logs.Sink) -> "Report":
             last, began = phase, time.perf_counter()
             if total:
                 log.info("%s, %d bytes", phase, total)
-        sink.show(f"{phase}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB" if total else "")
         text = f"{phase} {100 * done // total} %" if total else phase
         if text != sent:
             pipe.send_bytes(protocol.encode(protocol.Loading(text)))
@@ -509,8 +508,8 @@ def main() -> None:
         return  # The API process has ended.
     if not isinstance(start, protocol.Start) or start.version != protocol.VERSION:
         raise CheckpointError(f"expected a Start message of protocol version {protocol.VERSION}")
-    sink = logs.configure(start.log_level, start.log_format)
-    report = load_report(pipe, sink)
+    logs.configure(start.log_level, start.log_format)
+    report = load_report(pipe)
     loading = partial(load, start, report)
     try:
         core, ready = in_a_thread(loading) if start.forks else loading()

@@ -52,26 +52,6 @@ class Disk(io.StringIO):
         return super().write(text)
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize(
-    ("stream", "shown"), [(Terminal(), "\x1b[2Kone\r\x1b[2Ktwo\r"), (io.StringIO(), "")]
-)
-def test_a_terminal_shows_a_text_that_the_next_line_is_written_over(
-    stream: io.StringIO, shown: str
-) -> None:
-    sink = logs.Sink(stream)
-    sink.setFormatter(logging.Formatter("%(message)s"))
-    sink.show("one")
-    sink.show("two")
-    sink.emit(record("a line"))
-    sink.close()
-    assert stream.getvalue() == f"{shown}a line\n"
-
-
 def test_a_full_disk_costs_lines_and_nothing_else() -> None:
     disk = Disk()
     sink = logs.Sink(disk)
