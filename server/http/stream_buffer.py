@@ -64,11 +64,11 @@ class Reader:
         """Whether the stream has ended and all its events were taken."""
         return self.buffer.ended and self.last_seen >= self.buffer.num_events
 
-    def take(self) -> tuple[bool, list[tuple[int, bytes]]]:
-        """Whether events were dropped before they could be taken, and the new events as (number,
-        data).
+    def take(self, most: int) -> tuple[bool, list[tuple[int, bytes]]]:
+        """Whether events were dropped before they could be taken, and up to `most` new events as
+        (number, data).
         """
-        gap, events = self.buffer.after(self.last_seen)
+        gap, events = self.buffer.after(self.last_seen, most)
         if events:
             self.last_seen = events[-1][0]
         return gap, events
@@ -130,13 +130,13 @@ class StreamBuffer:
         self.num_bytes -= size
         return size
 
-    def after(self, seen: int) -> tuple[bool, list[tuple[int, bytes]]]:
-        """Whether events after number `seen` were dropped, and the events after it that are kept,
-        as (number, data).
+    def after(self, seen: int, most: int) -> tuple[bool, list[tuple[int, bytes]]]:
+        """Whether events after number `seen` were dropped, and the first events after it that are
+        kept, up to `most`, as (number, data).
         """
         first = self.num_events - len(self._events) + 1
         start = max(0, seen + 1 - first)
-        kept = [self._events[i] for i in range(start, len(self._events))]
+        kept = [self._events[i] for i in range(start, min(start + most, len(self._events)))]
         return seen + 1 < first, list(enumerate(kept, first + start))
 
 

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import re
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -347,8 +346,6 @@ class ReaderEvents:
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
-        self._left: deque[bytes] = deque()
-        """Taken from the buffer, and not yet written."""
         self.ended = False
 
     def listen(self, wake: Wake) -> None:
@@ -357,17 +354,14 @@ class ReaderEvents:
     def take(self) -> list[bytes]:
         if self.ended:
             return []
-        if not self._left:
-            gap, events = self._reader.take()
-            self._left.extend([self._reader.buffer.gap_event] * gap)
-            self._left.extend(event for _, event in events)
-        batch = [
-            self._left.popleft() for _ in range(min(len(self._left), sse.MAX_EVENTS_PER_WRITE))
+        reader = self._reader
+        gap, events = reader.take(sse.MAX_EVENTS_PER_WRITE)
+        self.ended = reader.superseded or reader.finished
+        return [
+            *[reader.buffer.gap_event] * gap,
+            *(event for _, event in events),
+            *[SUPERSEDED] * reader.superseded,
         ]
-        if not self._left and (self._reader.superseded or self._reader.finished):
-            self.ended = True
-            return [*batch, SUPERSEDED] if self._reader.superseded else batch
-        return batch
 
 
 class StreamRoutes:

@@ -319,7 +319,7 @@ class Follower:
         self._waiting = False
         if self.gone or self._reader is None:
             return
-        gap, events = self._reader.take()
+        gap, events = self._reader.take(10**6)
         self._check(gap, events)
         if self._reader.superseded:
             self.gone = True

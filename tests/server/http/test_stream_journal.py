@@ -149,7 +149,7 @@ async def test_what_cannot_go_on_says_so(
         second.publisher._model = lambda: "another"
     await second.publisher.go_on(second.app)
     (buffer,) = second.publisher.store._streams.values()
-    *_, (_, error), (_, last) = buffer.after(0)[1]
+    *_, (_, error), (_, last) = buffer.after(0, 100)[1]
     assert buffer.ended and b"not_restored" in error and b"[DONE]" in last
     assert second.supervisor.open == {}
 
@@ -172,7 +172,7 @@ async def test_one_that_is_cancelled_before_it_goes_on_stays_cancelled(
     third = await _server(tokenizer_folder, _copy(folder, tmp_path / "2", random.Random(), 0))
     await third.publisher.go_on(third.app)
     (buffer,) = third.publisher.store._streams.values()
-    assert buffer.ended and b"cancelled" in buffer.after(0)[1][-2][1]
+    assert buffer.ended and b"cancelled" in buffer.after(0, 100)[1][-2][1]
     assert third.supervisor._next_id == 0
 
 
@@ -220,8 +220,8 @@ async def test_what_ends_one_server_after_the_other_is_not_asked_for_for_ever(
         folder = _copy(folder, tmp_path / str(number), random.Random(), 0)
         served = await _server(tokenizer_folder, folder)
     (buffer,) = served.publisher.store._streams.values()
-    assert buffer.ended and b"not_restored" in buffer.after(0)[1][-2][1]
-    assert b"[DONE]" in buffer.after(0)[1][-1][1]
+    assert buffer.ended and b"not_restored" in buffer.after(0, 100)[1][-2][1]
+    assert b"[DONE]" in buffer.after(0, 100)[1][-1][1]
 
 
 async def test_an_error_of_one_and_a_drain_leave_the_others(
@@ -239,7 +239,7 @@ async def test_an_error_of_one_and_a_drain_leave_the_others(
 
     monkeypatch.setattr(Generation, "start", broken)
     await second.publisher.go_on(second.app)
-    assert buffer.ended and b"status 500" in buffer.after(0)[1][-2][1]
+    assert buffer.ended and b"status 500" in buffer.after(0, 100)[1][-2][1]
 
 
 async def test_without_a_journal_no_body_is_kept(tokenizer_folder: Path) -> None:

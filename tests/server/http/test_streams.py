@@ -64,7 +64,7 @@ def test_a_reader_gets_every_event_once_however_often_it_is_cut_off() -> None:
                 store.detach(reader, 0.0)
                 reader = None
             elif reader is not None:
-                gap, events = reader.take()
+                gap, events = reader.take(rng.randint(1, 50))
                 assert not gap
                 arrived = events[: rng.randint(0, len(events))]
                 got += arrived
@@ -92,8 +92,16 @@ def test_what_is_not_kept_is_a_gap_and_what_is_not_there_an_error() -> None:
     for number in range(10):
         store.append(buffer, bytes(36))
         assert buffer.num_bytes <= 400 and number < 10
-    assert buffer.after(3)[0] and [number for number, _ in buffer.after(3)[1]] == [7, 8, 9, 10]
-    assert buffer.after(6) == (False, buffer.after(3)[1]) and buffer.after(10) == (False, [])
+    assert buffer.after(3, 100)[0] and [number for number, _ in buffer.after(3, 100)[1]] == [
+        7,
+        8,
+        9,
+        10,
+    ]
+    assert buffer.after(6, 100) == (False, buffer.after(3, 100)[1]) and buffer.after(10, 100) == (
+        False,
+        [],
+    )
     with pytest.raises(MalformedBody):
         store.attach(buffer, 11, lambda: None)
 
@@ -104,7 +112,7 @@ def test_memory_is_taken_from_those_that_ended_first() -> None:
     for stream in streams:
         for _ in range(3):
             store.append(stream, bytes(36))
-    assert store.num_bytes == 1000 and [len(stream.after(0)[1]) for stream in streams] == [
+    assert store.num_bytes == 1000 and [len(stream.after(0, 100)[1]) for stream in streams] == [
         3,
         3,
         3,
@@ -112,7 +120,7 @@ def test_memory_is_taken_from_those_that_ended_first() -> None:
     ]
     store.end(streams[1], 1.0)
     store.append(streams[0], bytes(36))
-    assert store.num_bytes == 800 and len(streams[0].after(0)[1]) == 4
+    assert store.num_bytes == 800 and len(streams[0].after(0, 100)[1]) == 4
     with pytest.raises(StreamExpired):
         store.find(streams[1].id, "me")
     with pytest.raises(NotFound):
@@ -186,8 +194,8 @@ def test_memory_is_taken_from_the_client_that_has_most(ended: bool) -> None:
         store.append(runs, bytes(36))
     assert (
         store.find(done.id, "me") is done
-        and len(done.after(0)[1]) == 3
-        and len(runs.after(0)[1]) == 5
+        and len(done.after(0, 100)[1]) == 3
+        and len(runs.after(0, 100)[1]) == 5
     )
     assert store.num_bytes == sum(store._bytes.values()) <= 2000
     for stream in (done, runs, *hog):
