@@ -391,6 +391,7 @@ def load(cls: type[AnySettings], argv: list[str], prog: str) -> AnySettings:
     """The settings of one command. Raises ConfigurationError naming the option; a flag that does
     not exist exits with status 2.
     """
+    toml: Path | None = None
 
     class Loaded(cls):  # type: ignore[valid-type, misc]
         __doc__ = cls.__doc__
@@ -406,13 +407,15 @@ def load(cls: type[AnySettings], argv: list[str], prog: str) -> AnySettings:
             arguments = command_line(settings_cls, argv, prog)
             if not cls.model_config["env_prefix"]:
                 return (arguments,)
+            nonlocal toml
+            if path := arguments().get("config") or os.environ.get(PREFIX + "CONFIG"):
+                toml = Path(path)
             if toml is not None and not toml.is_file():
                 raise ConfigurationError(f"--config {toml}: no such file")
             environment = EnvSettingsSource(settings_cls)
             environment.env_vars = {key.lower(): value for key, value in _variables(cls).items()}
             return arguments, environment, DeploymentFile(settings_cls, toml)
 
-    toml = _toml_path(argv)
     try:
         return Loaded()
     except ValidationError as error:
@@ -441,17 +444,6 @@ def _describe(detail: Any, known: dict[str, str], place: str) -> str:
         return f"{place}{key}: no such option{nearest(key, known)}"
     message = detail["msg"].removeprefix("Value error, ")
     return f"{key}: {message}" if key else message
-
-
-def _toml_path(argv: list[str]) -> Path | None:
-    given = [argv[i + 1] for i in range(len(argv) - 1) if argv[i] == "--config"]
-    given += [
-        argument.removeprefix("--config=") for argument in argv if argument.startswith("--config=")
-    ]
-    if len(given) > 1:
-        raise ConfigurationError("--config: given more than once")
-    path = given[0] if given else os.environ.get(PREFIX + "CONFIG")
-    return Path(path) if path else None
 
 
 def _variables(cls: type[BaseSettings]) -> dict[str, str]:

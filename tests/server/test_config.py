@@ -168,9 +168,10 @@ def test_a_broken_file_is_refused(tmp_path: Path, content: bytes) -> None:
         settings("--config", str(tmp_path / "x.toml"))
 
 
-def test_one_file_at_most(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="more than once"):
-        settings("--config", "a", "--config=b")
+def test_the_last_of_two_files_holds_as_of_every_option(tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text("port = 1")
+    (tmp_path / "y.toml").write_text("port = 2")
+    assert settings("--config", f"{tmp_path}/x.toml", f"--config={tmp_path}/y.toml").port == 2
 
 
 def test_another_command_reads_the_servers_file_and_refuses_the_servers_flags(
