@@ -6,7 +6,6 @@ Invariant: a field has the same bounds on every route that has it. It knows no r
 import re
 import secrets
 from collections.abc import Container, Mapping
-from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
@@ -230,6 +229,19 @@ class LimitedBody(DeliveryBody):
     same salt. Default: no salt."""
 
 
+SETTINGS = {
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+}
+"""Sampling parameters that are numbers, by the names that they also have in the engine."""
+
+
 class SamplingBody(Body):
     """Sampling parameters of both dialects, but `temperature`, whose bounds and defaults differ."""
 
@@ -275,24 +287,16 @@ class SamplingBody(Body):
     """Whether generation goes on after the end-of-sequence token, up to the limit of tokens.
     Default: false."""
 
-    def sampling(
-        self, temperature: float, defaults: Mapping[str, float] = MappingProxyType({})
-    ) -> protocol.Sampling:
-        """The engine's sampling parameters. `defaults`: the checkpoint's defaults. Without a seed
-        one is drawn here, so that it can be reported, and used again when the request is replayed
-        after a crash of the engine.
+    def sampling(self, defaults: Mapping[str, float]) -> protocol.Sampling:
+        """The engine's sampling parameters. `defaults`: of those that the body does not have.
+        Without a seed one is drawn here, so that it can be reported, and used again when the
+        request is replayed after a crash of the engine.
         """
+        given = self.model_dump(include=SETTINGS, exclude_none=True)
+        values: dict[str, Any] = {**defaults, **given}
+        values["top_k"] = max(0, values.get("top_k", 0))
         return protocol.Sampling(
-            temperature=temperature,
-            top_k=max(0, int(default(self.top_k, int(defaults.get("top_k", 0))))),
-            top_p=default(self.top_p, defaults.get("top_p", 1.0)),
-            min_p=default(self.min_p, defaults.get("min_p", 0.0)),
-            typical_p=default(self.typical_p, defaults.get("typical_p", 1.0)),
-            repetition_penalty=default(
-                self.repetition_penalty, defaults.get("repetition_penalty", 1.0)
-            ),
-            frequency_penalty=default(self.frequency_penalty, 0.0),
-            presence_penalty=default(self.presence_penalty, 0.0),
+            **values,
             logit_bias={int(key): value for key, value in (self.logit_bias or {}).items()},
             allowed_tokens=protocol.bitmap({*(self.allowed_token_ids or ())}),
             seed=self.drawn_seed(),

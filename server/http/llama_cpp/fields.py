@@ -19,7 +19,7 @@ from server.text.service import Source
 ResponseFields = Annotated[
     list[Annotated[str, Field(max_length=128)]], Field(max_length=64, fail_fast=True)
 ]
-DEFAULTS = {"top_k": 40, "top_p": 0.95, "min_p": 0.05}
+DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 
 
 def _biases(value: Any) -> Any:
@@ -148,7 +148,7 @@ class LlamaCppBody(SlotFields, SamplingBody, DeliveryBody):
             spelt = await generation.texts.run(Prompts(texts, bare=True), client)
             for text, filling in zip(texts, spelt, strict=True):
                 bias |= dict.fromkeys(map(str, filling.prompt), bias.pop(text))
-        sampling = self.sampling(fields.default(self.temperature, 0.8), DEFAULTS)
+        sampling = self.sampling(DEFAULTS)
         return replace(sampling, **switched_off(self.samplers))
 
 

@@ -195,9 +195,8 @@ class GenerationBody(SamplingBody, LimitedBody):
         """The internal request of a prompt. Sampling defaults are those of generation_config.json,
         as in vLLM. Raises RequestError.
         """
-        defaults = generation.codec.files.sampling_defaults
         sampling = replace(
-            self.sampling(default(self.temperature, defaults.get("temperature", 1.0)), defaults),
+            self.sampling(generation.codec.files.sampling_defaults),
             logprob_token_ids=self.logprob_token_ids or [],
             bad_words=await generation.texts.run(Spell(self.bad_words), client)
             if self.bad_words

@@ -7,6 +7,7 @@ Fields, events and errors are those of text-generation-inference, with vLLM's na
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from itertools import chain
@@ -146,11 +147,12 @@ class TgiRoutes(Handlers):
             prompt, healed = cut_last_token(self.generation.codec, prompt, body.inputs)
         if parameters.truncate is not None:
             prompt = prompt[-parameters.truncate :]
+        sampling = parameters.sampling({})
+        if not parameters.samples:
+            sampling = replace(sampling, temperature=0.0)
         request = Request(
             prompt=prompt,
-            sampling=parameters.sampling(
-                default(parameters.temperature, 1.0) if parameters.samples else 0.0
-            ),
+            sampling=sampling,
             max_new_tokens=parameters.max_new_tokens,
             min_new_tokens=parameters.min_tokens or 0,
             stop_strings=tuple(parameters.stop or ()),
