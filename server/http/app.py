@@ -67,7 +67,6 @@ def create_app(
         ]
     )
     table.add_to(app)
-    table.check(app)
     app.add_exception_handler(RequestError, _request_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnect, _client_disconnected)

@@ -1,8 +1,8 @@
 """The route table: each route with its methods, handler, access, dialect, and whether it generates.
 
-The router, FrontDoor and the error bodies use it. Invariant: the application serves no path that is
-not in the table (`check` refuses to start with one), so that no route generates without a
-reservation or is reached without the key that it needs.
+The router, FrontDoor and the error bodies use it. Invariant: the application serves no path that
+is not in the table, so that no route generates without a reservation or is reached without the key
+that it needs.
 """
 
 from collections.abc import Awaitable, Callable, Iterable
@@ -101,17 +101,3 @@ class RouteTable:
                         tags=tags,
                         include_in_schema=documented,
                     )
-
-    def check(self, app: FastAPI) -> None:
-        """Raises AssertionError if the application serves a path that the table does not declare,
-        and so without its access rules.
-        """
-        declared = {
-            route.path.removesuffix("/{path:path}") if not route.methods else route.path
-            for route in self.routes
-        }
-        served = {str(getattr(route, "path", route)) for route in app.routes}
-        assert served <= declared, (
-            "routes that are not declared in the route table: "
-            f"{', '.join(sorted(served - declared))}"
-        )
