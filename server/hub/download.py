@@ -262,35 +262,15 @@ def _translated(model: str, error: Exception) -> OneheadError:
 
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
-    advice: list[tuple[type[Exception], str]] = [
-        (
-            errors.GatedRepoError,
-            "is gated: accept its conditions on its page, then set HF_TOKEN to a token of yours",
-        ),
-        (
-            errors.RepositoryNotFoundError,
-            "no such folder, and no such repository on the Hugging Face hub; for a private one "
-            "set HF_TOKEN",
-        ),
-        (errors.RevisionNotFoundError, "the repository has no such revision"),
-        (
-            errors.OfflineModeIsEnabled,
-            "no such folder, and the hub's cache has no complete copy, and HF_HUB_OFFLINE forbids "
-            "a download",
-        ),
-    ]
-    for kind, text in advice:
-        if isinstance(error, kind):
-            return ConfigurationError(f"{model}: {text}")
-    if isinstance(error, errors.HfHubHTTPError):
-        status = error.response.status_code
-        hint = (
-            "set HF_TOKEN to a token that may read it"
-            if status in (401, 403)
-            else "try again later"
-        )
+    if isinstance(error, errors.GatedRepoError):
         return ConfigurationError(
-            f"{model}: the Hugging Face hub answers with status {status}; {hint}"
+            f"{model}: is gated: accept its conditions on its page, then set HF_TOKEN to a token "
+            "of yours"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return ConfigurationError(
+            f"{model}: no such folder, and no such repository on the Hugging Face hub; for a "
+            "private one set HF_TOKEN"
         )
     if isinstance(error, OSError) and error.errno is not None:
         return ResourceError(
@@ -298,6 +278,7 @@ def _translated(model: str, error: Exception) -> OneheadError:
         )
     what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     return ConfigurationError(
-        f"{model}: no such folder, and the Hugging Face hub cannot be reached or used ({what}); "
-        "see HF_ENDPOINT"
+        f"{model}: no such folder, and the Hugging Face hub cannot be reached or used ({what}), "
+        "and there is no complete copy in its cache; HF_ENDPOINT is its address, HF_TOKEN your "
+        "token, and HF_HUB_OFFLINE forbids downloads"
     )

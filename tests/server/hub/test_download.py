@@ -164,16 +164,13 @@ def test_without_the_hub_what_is_cached_serves_and_what_is_not_is_refused(
         cached, other = resolved(filled, fake.endpoint, REPOSITORY, "org/other")
     finally:
         fake.status = None
-    assert (
-        cached == folder
-        and "the Hugging Face hub answers with status 503; try again later" in other
-    )
+    assert cached == folder
+    assert "cannot be reached or used (" in other and "503" in other
     cached, other = resolved(filled, DEAD, REPOSITORY, "org/other", HF_HUB_OFFLINE="1")
     assert cached == folder
-    assert (
-        other == "78 org/other: no such folder, and the hub's cache has no complete copy, and "
-        "HF_HUB_OFFLINE forbids a download"
-    )
+    assert other.startswith("78 org/other: no such folder, and the Hugging Face hub cannot be")
+    assert "no complete copy in its cache" in other
+    assert other.endswith("HF_HUB_OFFLINE forbids downloads")
 
 
 def test_what_the_hub_refuses_is_named_with_what_to_do(filled: Path, fake: FakeHub) -> None:
@@ -186,7 +183,7 @@ def test_what_the_hub_refuses_is_named_with_what_to_do(filled: Path, fake: FakeH
         and "HF_TOKEN" in none
     )
     assert gated.startswith(f"78 {GATED}: is gated: accept its conditions") and "HF_TOKEN" in gated
-    assert revision == f"78 {REPOSITORY}@v9: the repository has no such revision"
+    assert revision.startswith(f"78 {REPOSITORY}@v9: ") and "RevisionNotFoundError" in revision
     assert main == whole and Path(main).is_dir()
 
 
