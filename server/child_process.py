@@ -7,10 +7,12 @@ copies this process instead, with all that it has read. It knows nothing of what
 """
 
 import contextlib
+import fcntl
 import os
+import select
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -124,3 +126,18 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+@contextlib.contextmanager
+def ended_by_close(descriptor: int) -> Iterator[None]:
+    """Meanwhile, has Linux end this process as soon as the other end of a socket is closed, from
+    which nothing is to come: SIGIO ends a process that does not handle it.
+    """
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_ASYNC)
+    if select.select([descriptor], [], [], 0)[0]:  # It has been closed already.
+        os._exit(0)
+    yield
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)

@@ -6,7 +6,6 @@ processor time ends its own process alone, and the process ends when its pipe is
 computation. It knows nothing of sequences.
 """
 
-import fcntl
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+from server.child_process import ended_by_close
 from server.errors import ConstraintFailed
 from server.protocol import (
     SLOW_MASK_SECONDS,
@@ -42,34 +42,30 @@ def follow(pipe: Connection, grammars: Grammars | None) -> None:
     the pipe is closed: the engine has no more use for this process.
     """
     constraint: Any = None
-    flags = fcntl.fcntl(pipe.fileno(), fcntl.F_GETFL)
-    fcntl.fcntl(pipe.fileno(), fcntl.F_SETOWN, os.getpid())
     while True:
         request = decode_mask_request(pipe.recv_bytes())
-        # The engine sends nothing while it waits for an answer. If it closes the pipe, SIGIO ends
-        # this process amid the computation.
-        fcntl.fcntl(pipe.fileno(), fcntl.F_SETFL, flags | os.O_ASYNC)
-        began = time.process_time()
-        try:
-            if isinstance(request, Advance):
-                constraint.advance(request.token)
-            elif grammars is None:
-                raise ConstraintFailed(
-                    "this model's tokenizer cannot be used for structured output"
+        # The engine sends nothing while it waits for an answer.
+        with ended_by_close(pipe.fileno()):
+            began = time.process_time()
+            try:
+                if isinstance(request, Advance):
+                    constraint.advance(request.token)
+                elif grammars is None:
+                    raise ConstraintFailed(
+                        "this model's tokenizer cannot be used for structured output"
+                    )
+                else:
+                    constraint = grammars.constraint(request)
+                guidance = (
+                    Guidance(None, is_open=False)
+                    if constraint is None
+                    else Guidance(constraint.mask, constraint.forced)
                 )
-            else:
-                constraint = grammars.constraint(request)
-            guidance = (
-                Guidance(None, is_open=False)
-                if constraint is None
-                else Guidance(constraint.mask, constraint.forced)
-            )
-            answer = Answer(guidance, time.process_time() - began)
-        except ConstraintFailed as error:
-            answer = Answer(None, failure=str(error), refused=True)
-        except BaseException:  # A panic of a Rust library is not an Exception.
-            answer = Answer(None, failure=traceback.format_exc())
-        fcntl.fcntl(pipe.fileno(), fcntl.F_SETFL, flags)
+                answer = Answer(guidance, time.process_time() - began)
+            except ConstraintFailed as error:
+                answer = Answer(None, failure=str(error), refused=True)
+            except BaseException:  # A panic of a Rust library is not an Exception.
+                answer = Answer(None, failure=traceback.format_exc())
         pipe.send_bytes(encode(answer))
         if (
             answer.seconds > SLOW_MASK_SECONDS

@@ -12,16 +12,13 @@ cost depends on a request. It knows no clients, queues or time limits.
 """
 
 import contextlib
-import fcntl
 import gc
 import logging
 import os
 import resource
 import select
-import signal
 import socket
 import time
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -91,21 +88,6 @@ def outcome(job: AnyJob, texts: Texts) -> Outcome:
         return Outcome(failure=type(error).__name__)
 
 
-@contextlib.contextmanager
-def ended_by_close(descriptor: int) -> Iterator[None]:
-    """Meanwhile, has Linux end this process as soon as the other end of a socket is closed, from
-    which nothing is to come: SIGIO ends a process that does not handle it.
-    """
-    signal.signal(signal.SIGIO, signal.SIG_DFL)
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_ASYNC)
-    if select.select([descriptor], [], [], 0)[0]:  # It has been closed already.
-        os._exit(0)
-    yield
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
-
-
 def _run_job(descriptor: int, texts: Texts) -> None:
     os.nice(JOB_NICE)
     # Libraries write about memory that they lack to standard error, in words of their own.
@@ -115,7 +97,7 @@ def _run_job(descriptor: int, texts: Texts) -> None:
         stream.flush()
         length = int.from_bytes(stream.read(LENGTH_BYTES), "big")
         job: AnyJob = msgspec.msgpack.decode(stream.read(length), type=AnyJob)
-        with ended_by_close(descriptor):
+        with child_process.ended_by_close(descriptor):
             done = outcome(job, texts)
         stream.write(frame(done))
 

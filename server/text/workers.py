@@ -210,7 +210,7 @@ class Workers:
             finally:
                 reading.cancel()
         finally:
-            # Which ends a process that still computes (worker_process.ended_by_close). It is not
+            # Which ends a process that still computes (child_process.ended_by_close). It is not
             # killed by its id: that may be another process's by now.
             writer.transport.abort()
 
