@@ -3,7 +3,6 @@ vLLM's /classify. server.generation.embedding makes the vectors.
 """
 
 import asyncio
-import sys
 from base64 import b64encode
 from collections.abc import Sequence
 from functools import partial
@@ -70,7 +69,7 @@ class EmbeddingRoutes(Handlers):
         def entry(index: int, vector: Vector) -> dict[str, Any]:
             numbers: Any = normalised(vector, body.dimensions)
             if body.encoding_format == "base64":
-                numbers = b64encode(_little_endian(numbers)).decode()
+                numbers = b64encode(numbers.tobytes()).decode()
             else:
                 numbers = list(numbers)
             return {"object": "embedding", "index": index, "embedding": numbers}
@@ -82,10 +81,11 @@ class EmbeddingRoutes(Handlers):
         """Embed texts, in TEI's form."""
         body = await self._body(http, fields.EmbedBody)
         embedded = await self._embedded(http, self._prompted(body, body.inputs), body)
-        if body.normalize is False:
-            rows = (list(vector[: body.dimensions]) for vector in embedded.vectors)
-        else:
-            rows = (list(normalised(vector, body.dimensions)) for vector in embedded.vectors)
+        most = body.dimensions
+        rows = (
+            list(vector[:most] if body.normalize is False else normalised(vector, most))
+            for vector in embedded.vectors
+        )
         return await self.answers.json_answers.response(rows)
 
     async def embedding(self, http: HttpRequest) -> Response:
@@ -201,13 +201,6 @@ class EmbeddingRoutes(Handlers):
         usage = {"prompt_tokens": embedded.num_tokens, "total_tokens": embedded.num_tokens}
         whole = value | {"model": self.names.shown, "usage": usage}
         return await self.answers.json_answers.response(whole)
-
-
-def _little_endian(numbers: Vector) -> bytes:
-    if sys.byteorder == "big":
-        numbers = numbers[:]
-        numbers.byteswap()
-    return numbers.tobytes()
 
 
 def _likely(classes: Classes, logits: Vector) -> list[float]:
