@@ -222,7 +222,7 @@ class Server:
             self._end(FLUSH_SECONDS)
             return
         client, timeout = self._engine.client, self._section.drain_timeout
-        client.drain()
+        client.admission.draining = True
         text = "draining for up to %g s: %d sequences are open; a second signal ends them"
         log.info(text, timeout, client.admission.num_open)
         # The grace period is for load balancers; Ctrl-C in a terminal skips it.

@@ -5,7 +5,6 @@ it, once. Tokens are timed as they arrive, not as clients read them. It knows no
 text.
 """
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -46,11 +45,6 @@ class EngineClient:
         """Names of ignored fields that have been logged."""
 
     @property
-    def max_open(self) -> int:
-        """The most sequences that may be open at once."""
-        return self.admission.max_open
-
-    @property
     def ready(self) -> protocol.Ready | None:
         """Facts that the engine reported when it had loaded; None before that."""
         return self.supervisor.ready
@@ -58,17 +52,12 @@ class EngineClient:
     @property
     def status(self) -> str:
         """The state of the server in words."""
-        if self.draining:
+        if self.admission.draining:
             return "draining"
         # Too many requests have failed by non-finite logits if it does not accept requests.
         if self.supervisor.state is State.READY:
-            return "ready" if self.accepting else "numerical errors"
+            return "ready" if self.admission.accepting else "numerical errors"
         return self.supervisor.status
-
-    @property
-    def accepting(self) -> bool:
-        """Whether the server is ready for requests."""
-        return self.admission.accepting
 
     @property
     def healthy(self) -> bool:
@@ -81,12 +70,7 @@ class EngineClient:
             and supervisor.ready is not None
             and not supervisor.recovery_overdue
         )
-        return self.accepting or (is_replacing and not self.draining)
-
-    @property
-    def draining(self) -> bool:
-        """Whether the server is shutting down."""
-        return self.admission.draining
+        return self.admission.accepting or (is_replacing and not self.admission.draining)
 
     def submit(
         self,
@@ -158,16 +142,6 @@ class EngineClient:
                 self._ignored.add(name)
                 log.info("the field %s is unknown and ignored, in this request and others", name)
             self.metrics.ignored_fields.labels(name if name in self._ignored else "other").inc()
-
-    async def cache_dump(self) -> bytes:
-        """The state of the KV cache as the engine's own lists have it, as JSON. Waits while no
-        engine is ready.
-        """
-        return await asyncio.shield(self.monitor.dump())
-
-    def drain(self) -> None:
-        """Refuses requests from now on."""
-        self.admission.draining = True
 
     def on_engine_event(self, event: EngineEvent) -> None:
         """Updates metrics and queue times by an event of the engine."""

@@ -96,13 +96,13 @@ class Monitor:
         self._begin()
         return viewer
 
-    def dump(self) -> "asyncio.Future[bytes]":
-        """Gets a dump of the cache, the same for all who ask meanwhile; not to be cancelled.
-        Viewers are shown the same state.
+    async def dump(self) -> bytes:
+        """The state of the cache as the engine's own lists have it, as JSON, the same for all who
+        ask meanwhile. Viewers are shown the same state. Waits while no engine is ready.
         """
         self._dump = self._dump or asyncio.get_running_loop().create_future()
         self._begin()
-        return self._dump
+        return await asyncio.shield(self._dump)
 
     def end(self) -> None:
         """Ends the viewers' responses."""

@@ -193,7 +193,7 @@ class LoggedResponse:
                 own.append((b"x-onehead-ignored", header(ignored).encode()))
                 self._client.count_ignored(ignored)
             own += [pair for pair in RAW_SAFETY_HEADERS if pair[0] not in named]
-            if self._client.draining:
+            if self._client.admission.draining:
                 own.append((b"connection", b"close"))
             message["headers"] = own
         elif not message.get("more_body", False):

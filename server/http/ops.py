@@ -43,7 +43,7 @@ class OpsRoutes(Handlers):
         restart, or draining.
         """
         status = self.generation.client.status
-        if self.generation.client.accepting:
+        if self.generation.client.admission.accepting:
             return JSONResponse({"status": status})
         return JSONResponse(
             {"error": "unhealthy", "error_type": "healthcheck", "status": status}, status_code=503
@@ -57,7 +57,7 @@ class OpsRoutes(Handlers):
         """
         client = self.generation.client
         return (
-            JSONResponse({"status": "ok" if client.accepting else client.status})
+            JSONResponse({"status": "ok" if client.admission.accepting else client.status})
             if client.healthy
             else await self.ready()
         )

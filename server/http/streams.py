@@ -262,7 +262,7 @@ class StreamPublisher:
         ready.
         """
         # While it drains they are left to the next server.
-        while self._restored and not door.client.draining:
+        while self._restored and not door.client.admission.draining:
             asked, writer = self._restored.pop(0)
             if writer.buffer.ended:
                 continue

@@ -72,7 +72,7 @@ class LlamaCppRoutes(Handlers):
         """
         value = {
             "default_generation_settings": {"n_ctx": self.generation.max_total_tokens},
-            "total_slots": self.generation.client.max_open - self.section.max_waiting,
+            "total_slots": self.generation.client.admission.max_open - self.section.max_waiting,
             "modalities": dict.fromkeys(("vision", "audio", "video"), False),
             "model_alias": self.names.shown,
             "chat_template": self.generation.codec.files.chat_template or "",

@@ -47,7 +47,7 @@ class MonitorRoutes(Handlers):
         """
         try:
             async with asyncio.timeout(DUMP_SECONDS):
-                dump = await self.generation.client.cache_dump()
+                dump = await self.generation.client.monitor.dump()
                 return Response(dump, media_type="application/json")
         except TimeoutError:
             raise Unavailable(

@@ -82,7 +82,7 @@ class TgiRoutes(Handlers):
             "model_pipeline_tag": "text-generation",
             "model_dtype": ready.dtype,
             "model_device_type": ready.device,
-            "max_concurrent_requests": self.generation.client.max_open,
+            "max_concurrent_requests": self.generation.client.admission.max_open,
             "max_best_of": fields.MAX_CHOICES,
             "max_stop_sequences": fields.MAX_STOP_STRINGS,
             "max_input_tokens": self.generation.max_total_tokens - 1,

@@ -47,7 +47,7 @@ async def until(condition: Callable[[], Any]) -> None:
 
 async def ready(engine: FakeEngine, folder: Path) -> Served:
     served = serve(folder, engine)
-    await until(lambda: served.client.accepting)
+    await until(lambda: served.client.admission.accepting)
     return served
 
 
@@ -71,7 +71,7 @@ class Watching:
 
     async def compare(self, client: EngineClient) -> None:
         """Compares its state with a dump, if it has been shown the same view."""
-        dump = json.loads(await client.cache_dump())
+        dump = json.loads(await client.monitor.dump())
         await until(lambda: (self.cache.engine, self.cache.view) >= (dump["engine"], dump["view"]))
         if (self.cache.engine, self.cache.view) == (dump["engine"], dump["view"]):
             assert self.cache.problems(dump) == []
@@ -141,7 +141,7 @@ async def test_one_that_joins_after_all_have_left_is_shown_nothing_old(
 async def test_those_who_wait_for_a_dump_get_the_same_one(tokenizer_folder: Path) -> None:
     engine = FakeEngine()
     served = await ready(engine, tokenizer_folder)
-    dumps = [asyncio.create_task(served.client.cache_dump()) for _ in range(3)]
+    dumps = [asyncio.create_task(served.client.monitor.dump()) for _ in range(3)]
     assert len({await dump for dump in dumps}) == 1
     assert [look.dump for look in engine.looks].count(True) == 1
 

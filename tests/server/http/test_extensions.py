@@ -21,7 +21,7 @@ from tests.support.fake_engine import serve
 
 async def main():
     served = serve(Path(sys.argv[1]))
-    while not served.client.accepting:
+    while not served.client.admission.accepting:
         await asyncio.sleep(0)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(served.app), base_url="http://test") as http:
         for stream in (False, True):

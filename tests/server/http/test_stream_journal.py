@@ -229,7 +229,7 @@ async def test_an_error_of_one_and_a_drain_leave_the_others(
 ) -> None:
     _, second, _ = await _queued(tokenizer_folder, tmp_path)
     (buffer,) = second.publisher.store._streams.values()
-    second.client.drain()
+    second.client.admission.draining = True
     await second.publisher.go_on(second.app)
     assert not buffer.ended, "it is the next server's"
     second.client.admission.draining = False
