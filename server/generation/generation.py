@@ -20,7 +20,7 @@ from server.errors import TOO_LONG, BadSize, InvalidRequest, TooLongPrompt, Unav
 from server.generation.admission import Reservation
 from server.generation.clients import Terms
 from server.generation.engine_client import EngineClient
-from server.generation.price import price
+from server.generation.price import check_price
 from server.generation.request import CLASSIFIES, EMBEDS, GENERATES, Request
 from server.generation.stream import OpenStreams
 from server.logs import request_id
@@ -121,7 +121,7 @@ class Generation:
         try:
             with self.client.admission.counting_refusals():
                 submits = [self._submission(request, reservation) for request in requests]
-                price(submits, self.max_total_tokens)
+                check_price(submits, self.max_total_tokens)
         except InvalidRequest:  # Its prompts have been tokenized all the same.
             reservation.usage.tokens.level -= sum(len(request.prompt) for request in requests)
             raise
