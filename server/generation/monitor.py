@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from server.errors import Overloaded
-from server.generation.admission import HELD_PER_FREE
 from server.generation.arrivals import Arrivals, Wake
 from server.metrics import Metrics
 from server.protocol import CacheView, Look
@@ -32,8 +31,8 @@ class Viewer:
     `events`: the latest of each kind that it has not taken.
     """
 
-    def __init__(self, monitor: "Monitor", client: str, events: dict[str, bytes]) -> None:
-        self.client, self.events = client, events
+    def __init__(self, monitor: "Monitor", events: dict[str, bytes]) -> None:
+        self.events = events
         self._monitor = monitor
         self._wake: Wake = lambda: None
 
@@ -78,20 +77,16 @@ class Monitor:
         self._shown = NONE, NONE
         """The engine of the view that was shown last, and the view's number."""
 
-    def join(self, client: str = "") -> Viewer:
-        """A new viewer, until it is removed from `viewers`. Raises Overloaded, to a client that has
-        many already also while there are places.
-        """
-        held = [viewer.client for viewer in self.viewers].count(client)
-        num_free = MAX_VIEWERS - len(self.viewers)
-        if held >= num_free * HELD_PER_FREE or not num_free:
+    def join(self) -> Viewer:
+        """A new viewer, until it is removed from `viewers`. Raises Overloaded."""
+        if len(self.viewers) >= MAX_VIEWERS:
             raise Overloaded(
-                f"{len(self.viewers)} viewers watch this server, {held} of this client; at most "
-                f"{MAX_VIEWERS} may, fewer of one client; try again later",
+                f"{len(self.viewers)} viewers watch this server; at most {MAX_VIEWERS} may; try "
+                "again later",
                 RETRY_SECONDS,
                 code="too_many_viewers",
             )
-        viewer = Viewer(self, client, dict(self._latest) if self.viewers else {})
+        viewer = Viewer(self, dict(self._latest) if self.viewers else {})
         self.viewers.append(viewer)
         self._begin()
         return viewer

@@ -5,12 +5,10 @@ its state of the cache with.
 import asyncio
 from functools import partial
 
-from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from server.errors import Unavailable
 from server.http.errors import TGI
-from server.http.exchange import exchange_of
 from server.http.handlers import Handlers
 from server.http.routes import Route
 from server.http.sse import EventResponse
@@ -28,7 +26,7 @@ class MonitorRoutes(Handlers):
             Route("/monitor/cache", ("GET",), self.cache, TGI, tag="operations"),
         ]
 
-    async def watch(self, http: HttpRequest) -> Response:
+    async def watch(self) -> Response:
         """Watch the pages of the KV cache, and the server's counts.
 
         Server-sent events without an end: `cache` says what each page holds and which sequences are
@@ -36,7 +34,7 @@ class MonitorRoutes(Handlers):
         once a second.
         """
         monitor = self.generation.client.monitor
-        viewer = monitor.join(exchange_of(http).client)
+        viewer = monitor.join()
         leave = partial(monitor.viewers.remove, viewer)
         return EventResponse(viewer, leave, {}, self.section.keep_alive)
 

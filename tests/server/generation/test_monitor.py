@@ -295,22 +295,6 @@ async def test_viewers_are_limited_in_number(
     served.client.monitor.join()
 
 
-async def test_one_client_does_not_take_all_places(tokenizer_folder: Path) -> None:
-    served = await ready(FakeEngine(), tokenizer_folder)
-
-    def fill(client: str) -> int:
-        for count in range(monitor.MAX_VIEWERS + 1):
-            try:
-                served.client.monitor.join(client)
-            except Overloaded:
-                return count
-        raise AssertionError("without a limit")
-
-    assert fill("hog") == 56
-    assert [fill(client) for client in ("a", "b")] == [7, 1], "the last place is for who has none"
-    assert fill("c") == 0 and len(served.client.monitor.viewers) == monitor.MAX_VIEWERS
-
-
 async def test_ended_viewers_have_nothing_more_to_take(tokenizer_folder: Path) -> None:
     served = await ready(FakeEngine(), tokenizer_folder)
     watching = Watching(served.client.monitor.join())
