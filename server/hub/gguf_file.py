@@ -9,8 +9,6 @@ file under the same path gets another folder. It knows nothing of what a header 
 import hashlib
 import logging
 import os
-import shutil
-import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -25,8 +23,6 @@ CONVERSION = "2"
 """Part of the folder's name: to be raised with every change of what the conversion makes or
 refuses.
 """
-LEFT_SECONDS = 3600.0
-"""Seconds after its last change for which an unfinished folder may belong to a running process."""
 log = logging.getLogger("onehead")
 
 
@@ -99,9 +95,6 @@ def _make(parts: list[Path], folder: Path) -> None:
     """
     log.info("%s: reading its header", parts[0])
     folder.parent.parent.mkdir(parents=True, exist_ok=True)
-    for left in folder.parent.parent.glob("tmp*"):  # By a process that was ended meanwhile.
-        if time.time() - left.stat().st_mtime > LEFT_SECONDS:
-            shutil.rmtree(left, ignore_errors=True)
     with TemporaryDirectory(dir=folder.parent.parent, ignore_cleanup_errors=True) as work:
         made = Path(work, "whole", folder.name)
         made.mkdir(parents=True)
