@@ -42,16 +42,8 @@ def _load(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
         for path in (certificate, key):
             path.open("rb").close()  # Names the file, which the library does not.
         context.load_cert_chain(certificate, key, no_password)
-    except ssl.SSLError as error:
-        mismatch = error.reason == "KEY_VALUES_MISMATCH"
-        reason = (
-            "the key is not the certificate's"
-            if mismatch
-            else "expected a certificate and its key, both in PEM"
-        )
-        raise ConfigurationError(
-            f"server.tls_certificate {certificate}, server.tls_key {key}: {reason}"
-        ) from None
     except OSError as error:
-        option = "tls_key" if error.filename == str(key) else "tls_certificate"
-        raise ConfigurationError(f"server.{option} {error.filename}: {error.strerror}") from None
+        raise ConfigurationError(
+            f"server.tls_certificate {certificate}, server.tls_key {key}: expected a certificate "
+            f"and its key, both in PEM ({error})"
+        ) from None
