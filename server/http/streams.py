@@ -42,7 +42,6 @@ MAX_REPEATS = 3
 RETRY = "retry: 1000\n"
 SUPERSEDED = b"event: superseded\ndata: {}\n\n"
 _EVENT_ID = re.compile(r"([A-Za-z0-9_-]+)\.([0-9]{1,15})")
-_NUMBER = re.compile(r"[0-9]{1,15}")
 _GAP = GenerationFailed(
     "some events after the last one you received are no longer kept", code="resume_gap"
 )
@@ -403,18 +402,13 @@ class StreamRoutes:
 
 def _last_seen(http: HttpRequest, stream_id: str) -> int:
     """The number of the last event that the client received, 0 by default. Raises MalformedBody."""
-    ids = http.headers.getlist("last-event-id")
-    if ids:
-        match = _EVENT_ID.fullmatch(ids[0])
-        if len(ids) > 1 or match is None or match[1] != stream_id:
-            raise MalformedBody(
-                "`Last-Event-ID` is no event of this stream; it must be as the stream gave it",
-                code="invalid_event_id",
-            )
-        return int(match[2])
-    after = http.query_params.getlist("after")
-    if len(after) > 1 or (after and _NUMBER.fullmatch(after[0]) is None):
+    numbers = http.query_params.getlist("after") or ["0"]
+    given = http.headers.getlist("last-event-id") or [f"{stream_id}.{each}" for each in numbers]
+    match = _EVENT_ID.fullmatch(given[0])
+    if len(given) > 1 or match is None or match[1] != stream_id:
         raise MalformedBody(
-            "`after` must be the number of an event: digits, once", code="invalid_event_id"
+            "`Last-Event-ID` must be an event's id as this stream gave it, or `after` an event's "
+            "number: digits, once",
+            code="invalid_event_id",
         )
-    return int(after[0]) if after else 0
+    return int(match[2])
