@@ -41,6 +41,7 @@ from server.engine.masks import MaskProcesses
 from server.engine.scheduler import Limits, Scheduler
 from server.engine.worker import Worker
 from tests.support.report import show
+from tests.support.submitting import submit
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 64
@@ -161,7 +162,7 @@ def measure(
     for id in range(num_sequences):
         # Page borders at different steps for different sequences, and no prefix in common.
         prompt = [id + 2, *([1] * (context + id % PAGE_SIZE - PAGE_SIZE // 2))]
-        scheduler.submit(id, prompt, 2 * (steps + warm_up), sampling)
+        submit(scheduler, id, prompt, 2 * (steps + warm_up), sampling)
     while any(
         sequence.num_uncomputed > 1
         for sequence in (*scheduler.running.values(), *scheduler.waiting.values())
@@ -170,7 +171,7 @@ def measure(
     if mixed:
         for number in range(warm_up + steps + 2):
             prompt = [number, *([0] * (num_prompt - 1))]
-            scheduler.submit(num_sequences + number, prompt, 1, GREEDY)
+            submit(scheduler, num_sequences + number, prompt, 1, GREEDY)
     gc.freeze()  # As the engine does before it serves.
     for owner, part in zip((scheduler, runner, PendingStep, scheduler, worker), PARTS, strict=True):
         watch(owner, part, seconds[part])

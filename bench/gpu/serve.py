@@ -29,6 +29,7 @@ from commands.bench.client import Endpoint, Outcome, generate
 from commands.bench.closed_loop import ClosedLoop
 from commands.bench.figures import figures
 from tests.support.checks import Found
+from tests.support.submitting import submit
 
 if TYPE_CHECKING:
     from model.runner.pending_step import PendingStep
@@ -157,8 +158,12 @@ def fill(part: Part, core: "EngineCore") -> None:
     prompt_tokens = 16 if part.small else 512
     sampling = Sampling(temperature=part.workload.temperature)
     for number, prompt in enumerate(part.workload.prompts):
-        scheduler.submit(
-            10**6 + number, (prompt * 6)[:prompt_tokens], sum(many_and_few(part)) + 64, sampling
+        submit(
+            scheduler,
+            10**6 + number,
+            (prompt * 6)[:prompt_tokens],
+            sum(many_and_few(part)) + 64,
+            sampling,
         )
     while any(
         sequence.num_uncomputed > 1

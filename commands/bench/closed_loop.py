@@ -119,16 +119,14 @@ class ClosedLoop:
         return self._outcomes, steps
 
     def _submit(self, number: int, prompt: list[int]) -> None:
-        from model.step import Sampling
+        from server.protocol import Sampling, Submit
 
         outcome = self._outcomes[number]
         outcome.intended = outcome.sent = self._clock()
         outcome.input_length = len(prompt)
+        sampling = Sampling(temperature=self._temperature, seed=number)
         self._core.scheduler.submit(
-            number,
-            prompt,
-            self._output_tokens,
-            Sampling(temperature=self._temperature, seed=number),
+            Submit(number, prompt, [], self._output_tokens, 0, [], sampling)
         )
 
     def _step(self, steps: Steps) -> int:

@@ -13,17 +13,14 @@ from cache.disk import DiskCache
 from cache.ledger import PageLedger
 from cache.pages import TAKEN, PageAllocator
 from cache.table import PageTable
-from model.step import Row, SampledToken, SampleError, Sampling, StepPlan, StepResult
+from model.step import Row, SampledToken, SampleError, StepPlan, StepResult
 from server.engine.decoding import Decoding
 from server.engine.drafts import Drafts
 from server.engine.fair_shares import FairShares
 from server.engine.limits import Limits, NeverFits
 from server.engine.prefix_reuse import PrefixReuse
 from server.engine.sequence import Constraint, Sequence
-from server.protocol import Failed, PromptScore, PromptScores, Share, Token
-
-EVERYBODY = Share()
-
+from server.protocol import Failed, PromptScore, PromptScores, Submit, Token
 
 Event = Token | PromptScores | Failed
 """What a step makes of a sequence, as the API process is told it."""
@@ -89,48 +86,32 @@ class OpenSequences:
         """Whether any sequence is open or any step in flight."""
         return bool(self.running or self.waiting or self._in_flight)
 
-    def submit(
-        self,
-        id: int,
-        prompt: list[int],
-        max_new_tokens: int,
-        sampling: Sampling,
-        output: list[int] | None = None,
-        min_new_tokens: int = 0,
-        stop_token_ids: frozenset[int] = frozenset(),
-        *,
-        share: Share = EVERYBODY,
-        priority: int = 0,
-        num_top: int = 0,
-        score_prompt: bool = False,
-        constraint: Constraint | None = None,
-        salt: str = "",
-        request: str = "",
-    ) -> None:
+    def submit(self, submit: Submit, constraint: Constraint | None = None) -> None:
         """Adds a sequence to the queue. Raises NeverFits; ValueError for an empty prompt, an id in
         use, or an output that is complete.
         """
-        output = list(output or ())
-        if not prompt or max_new_tokens <= len(output) or id in self.running or id in self.waiting:
+        id, prompt, num_output, share = submit.id, submit.prompt, len(submit.output), submit.share
+        most = submit.max_new_tokens
+        if not prompt or most <= num_output or id in self.running or id in self.waiting:
             raise ValueError(
-                f"sequence {id}: {len(prompt)} prompt tokens, {len(output)} of {max_new_tokens} "
-                "generated, or the id is used"
+                f"sequence {id}: {len(prompt)} prompt tokens, {num_output} of {most} generated, or "
+                "the id is used"
             )
         sequence = Sequence(
             id,
             prompt,
-            output,
-            max_new_tokens,
-            min_new_tokens,
-            stop_token_ids,
-            sampling,
+            [*submit.output],
+            most,
+            submit.min_new_tokens,
+            frozenset(submit.stop_token_ids),
+            submit.sampling,
             PageTable(self.allocator, self.limits.layout),
-            priority,
-            num_top,
-            score_prompt,
+            submit.priority,
+            submit.num_top,
+            submit.score_prompt,
             constraint,
-            salt,
-            request,
+            submit.salt,
+            submit.request,
             share.rank,
             self._shares.account(share.client, share.weight, share.max_running, share.rank),
         )

@@ -389,22 +389,7 @@ class Worker:
             self.send(self._views.answer(message))
         elif isinstance(message, protocol.Submit):
             try:
-                self.core.scheduler.submit(
-                    message.id,
-                    message.prompt,
-                    message.max_new_tokens,
-                    message.sampling,
-                    message.output,
-                    message.min_new_tokens,
-                    frozenset(message.stop_token_ids),
-                    share=message.share,
-                    priority=message.priority,
-                    num_top=message.num_top,
-                    score_prompt=message.score_prompt,
-                    constraint=self.masks.constraint(message),
-                    salt=message.salt,
-                    request=message.request,
-                )
+                self.core.scheduler.submit(message, self.masks.constraint(message))
             except NeverFits as error:
                 self.send(protocol.Failed(message.id, str(error)))
             except MemoryError:

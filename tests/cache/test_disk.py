@@ -23,6 +23,7 @@ from server.engine.scheduler import Limits, Scheduler
 from server.protocol import Token
 from tests.support.hash_model import HashModel, oracle
 from tests.support.integrity import integrity
+from tests.support.submitting import submit
 
 LAYOUTS = [
     CacheLayout.of(1, (), 4),
@@ -100,7 +101,7 @@ class Servers:
             if waiting and self.rng.random() < 0.5:
                 id, number = waiting.pop()
                 outputs[id] = []
-                self.scheduler.submit(id, self.prompts[number], 10, Sampling(seed=id))
+                submit(self.scheduler, id, self.prompts[number], 10, Sampling(seed=id))
             for event in self.core.step():
                 assert isinstance(event, Token)
                 outputs[event.id].append(event.token)

@@ -26,6 +26,7 @@ from server.engine.scheduler import Limits, Scheduler
 from server.protocol import Token
 from tests.support.checkpoints import SHAPES, TinyCheckpoint, make_checkpoint
 from tests.support.integrity import integrity
+from tests.support.submitting import submit
 
 TOLERANCE = 1e-4
 CPU = torch.device("cpu")
@@ -155,7 +156,7 @@ GREEDY = Sampling(temperature=0.0)
 def test_200_greedy_tokens_equal_transformers(any_checkpoint: TinyCheckpoint) -> None:
     prompt = random_ids(any_checkpoint, 37)
     core = make_core(any_checkpoint)
-    core.scheduler.submit(0, prompt, 200, GREEDY)
+    submit(core.scheduler, 0, prompt, 200, GREEDY)
     expected = any_checkpoint.oracle.generate(
         torch.tensor([prompt]),
         max_new_tokens=200,
@@ -175,14 +176,18 @@ def test_32_requests_together_equal_each_alone(any_checkpoint: TinyCheckpoint) -
     ]
     together = make_core(any_checkpoint)
     for id, (prompt, count) in enumerate(requests):
-        together.scheduler.submit(
-            id, prompt, count, GREEDY if id % 2 else Sampling(seed=id, top_p=0.9)
+        submit(
+            together.scheduler,
+            id,
+            prompt,
+            count,
+            GREEDY if id % 2 else Sampling(seed=id, top_p=0.9),
         )
     outputs = finish(together)
     for id, (prompt, count) in enumerate(requests):
         alone = make_core(any_checkpoint, step_tokens=512)
-        alone.scheduler.submit(
-            id, prompt, count, GREEDY if id % 2 else Sampling(seed=id, top_p=0.9)
+        submit(
+            alone.scheduler, id, prompt, count, GREEDY if id % 2 else Sampling(seed=id, top_p=0.9)
         )
         assert finish(alone)[id] == outputs[id], id
 
@@ -202,7 +207,8 @@ def test_constant_preemption_does_not_change_what_seeded_sampling_gives(
                 presence_penalty=0.2,
                 seed=id,
             )
-            core.scheduler.submit(
+            submit(
+                core.scheduler,
                 id,
                 random_ids(tiny_checkpoint, 10 + id, id),
                 70,

@@ -36,6 +36,7 @@ from tests.support.embedders import (
     write,
 )
 from tests.support.gguf_models import write_gguf
+from tests.support.submitting import submit
 
 OPTIONS = EngineOptions("cpu", "float32", 1, 16, 200, None, CONTEXT, 4, CONTEXT)
 Files = dict[str, Any]
@@ -57,7 +58,7 @@ def vectors(runner: ModelRunner, prompts: list[list[int]], whole: bool = True) -
     )
     core = EngineCore(Scheduler(limits), runner)
     for id, prompt in enumerate(prompts):
-        core.scheduler.submit(id, prompt, 1, Sampling())
+        submit(core.scheduler, id, prompt, 1, Sampling())
     found: dict[int, bytes] = {}
     while core.scheduler.has_work:
         found |= {event.id: event.vector for event in core.step()}

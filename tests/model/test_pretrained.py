@@ -24,6 +24,7 @@ from server.text.calls.formats import format_of
 from server.text.chat_template import ChatTemplate
 from server.text.codec import TextCodec
 from server.text.conversation import ChatInput
+from tests.support.submitting import submit
 
 PROMPTS = (
     "def quicksort(",
@@ -80,7 +81,7 @@ def test_the_same_greedy_tokens_as_transformers(prompt: str) -> None:
         Scheduler(Limits(20, CacheLayout.of(8, (), 64), 1000, 1, 64)),
         ModelRunner.load(EMBEDDED_MODEL, read_spec(EMBEDDED_MODEL), options),
     )
-    core.scheduler.submit(0, ids, 60, Sampling(temperature=0.0))
+    submit(core.scheduler, 0, ids, 60, Sampling(temperature=0.0))
     ours = []
     while core.scheduler.has_work:
         ours += [advance.token for advance in core.step() if isinstance(advance, Token)]

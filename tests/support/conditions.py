@@ -27,6 +27,7 @@ from model.step import Sampling
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, Scheduler
 from server.protocol import PromptScores, Token
+from tests.support import submitting
 from tests.support.integrity import integrity
 
 BATCHES = 2, 7, 32, 64
@@ -166,7 +167,8 @@ def can_speculate() -> bool:
 
 
 def submit(core: EngineCore, id: int, case: Case, salt: str = "") -> None:
-    core.scheduler.submit(
+    submitting.submit(
+        core.scheduler,
         id,
         case.prompt,
         case.tokens,

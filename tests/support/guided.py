@@ -173,21 +173,11 @@ class Engine:
         self._submit(id, asked)
 
     def _submit(self, id: int, asked: Asked) -> None:
-        output, ends, prompt = self._outputs[id], frozenset(self.ends), list(asked.prompt)
+        output, sampling = self._outputs[id], Sampling(seed=asked.seed)
         message = protocol.Submit(
-            id, prompt, output, asked.most, 0, self.ends, protocol.Sampling(), grammar=asked.grammar
+            id, [*asked.prompt], output, asked.most, 0, self.ends, sampling, grammar=asked.grammar
         )
-        constraint = Local(self.grammars, message)
-        self.scheduler.submit(
-            id,
-            prompt,
-            asked.most,
-            Sampling(seed=asked.seed),
-            list(output),
-            0,
-            ends,
-            constraint=constraint,
-        )
+        self.scheduler.submit(message, Local(self.grammars, message))
 
     def step(self) -> None:
         for event in self.core.step():

@@ -26,6 +26,7 @@ from server.engine.scheduler import Limits, Scheduler
 from server.engine.sequence import Sequence
 from tests.support.immediate import Immediate
 from tests.support.paths import MODELS
+from tests.support.submitting import submit
 
 PAGE_SIZE = 64
 
@@ -67,7 +68,7 @@ def history(spec: ModelSpec, num_requests: int, seed: int = 0) -> dict[str, Any]
     limits = Limits(64 * layout.most_pages(2048, 512), layout, 4096, 64, 512)
     scheduler, model, rng = Scheduler(limits), InventedModel(), random.Random(seed)
     for id in range(num_requests):
-        scheduler.submit(id, [1] * rng.randint(100, 1024), rng.randint(100, 1024), Sampling())
+        submit(scheduler, id, [1] * rng.randint(100, 1024), rng.randint(100, 1024), Sampling())
     owned_slots = wasted_slots = most_kept = most_in_step = steps = 0
     while scheduler.has_work:
         plan = scheduler.plan()

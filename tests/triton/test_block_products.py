@@ -34,6 +34,7 @@ from tests.model.test_decoder import GREEDY, finish
 from tests.support.checkpoints import SHAPES, make_checkpoint
 from tests.support.gguf_models import make_folder
 from tests.support.paths import ROOT
+from tests.support.submitting import submit
 from tests.support.torch_blocks import BlockMatrix, BlockProducts, dequantize
 from tests.triton.test_products import DTYPES, NEAR, near
 
@@ -322,7 +323,7 @@ def scores(runner: ModelRunner, ids: list[int]) -> list[float]:
 
 def greedy(runner: ModelRunner, ids: list[int]) -> list[int]:
     core = EngineCore(Scheduler(Limits(40, runner.pool.layout, 512, 8, 64)), runner)
-    core.scheduler.submit(0, ids, 4, GREEDY)
+    submit(core.scheduler, 0, ids, 4, GREEDY)
     return finish(core)[0]
 
 

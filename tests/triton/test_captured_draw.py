@@ -26,6 +26,7 @@ from tests.model.test_decoder import finish, load, make_pool
 from tests.support.checkpoints import SHAPES, make_checkpoint
 from tests.support.kernel_launches import watched
 from tests.support.recording_stream import RecordingStream
+from tests.support.submitting import submit
 
 pytestmark = [
     pytest.mark.usefixtures("interpreter"),
@@ -73,7 +74,7 @@ def check_random_steps(folder: Path, seed: int, most_replays: int) -> None:
             prompt = [rng.randrange(3, 257) for _ in range(rng.choice([1, 3, 6, 30]))]
             sampling = replace(SAMPLINGS[id % len(SAMPLINGS)], seed=rng.randrange(100))
             for one in (core, at_once):
-                one.scheduler.submit(id, prompt, 3 + id, sampling)
+                submit(one.scheduler, id, prompt, 3 + id, sampling)
         assert finish(core) == finish(at_once) and stream.most_queued == 2
         num_replays += stream.num_replays
 
@@ -98,8 +99,8 @@ def test_states_that_are_not_finite_fail_their_own_row(tmp_path: Path) -> None:
     runner = make_runner(tmp_path, stream)
     assert runner.capture(PAGE) > 0
     core = make_core(runner)
-    core.scheduler.submit(0, [5, 6, 7], 6, Sampling(temperature=0.0))
-    core.scheduler.submit(1, [5, 6, 8], 6, Sampling(seed=1))
+    submit(core.scheduler, 0, [5, 6, 7], 6, Sampling(temperature=0.0))
+    submit(core.scheduler, 1, [5, 6, 8], 6, Sampling(seed=1))
     for _ in range(3):
         core.step()
     page = core.scheduler.running[0].table.owned[0]

@@ -36,6 +36,7 @@ from tests.model.test_decoder import (
 )
 from tests.support.checkpoints import SHAPES, TinyCheckpoint, make_checkpoint
 from tests.support.families import FamilyCheckpoint, make_family_checkpoint
+from tests.support.submitting import submit
 
 FAMILIES = (
     "gpt_bigcode",
@@ -105,8 +106,8 @@ def check(family: str, number: int, folder: Path, monkeypatch: pytest.MonkeyPatc
     for name in ("reference", "triton", "triton-fast"):
         monkeypatch.setattr(CpuDevice, "backend_for", lambda *_, name=name: name)
         core = make_core(checkpoint, num_pages=40, page_size=32)  # type: ignore[arg-type]
-        core.scheduler.submit(0, ids[:21], 21, GREEDY)
-        core.scheduler.submit(1, ids[30:33], 5, GREEDY)
+        submit(core.scheduler, 0, ids[:21], 21, GREEDY)
+        submit(core.scheduler, 1, ids[30:33], 5, GREEDY)
         outputs.append(finish(core))
     assert outputs[0] == outputs[1] == outputs[2] and [len(outputs[0][i]) for i in (0, 1)] == [
         21,
@@ -152,7 +153,7 @@ def check_bits(runner: ModelRunner) -> None:
             runner,
         )
         for i in submitted:
-            core.scheduler.submit(i, PROMPTS[i], 3, SAMPLINGS[i], num_top=2)
+            submit(core.scheduler, i, PROMPTS[i], 3, SAMPLINGS[i], num_top=2)
         found: dict[int, list[Token]] = {i: [] for i in submitted}
         while core.scheduler.has_work:
             for advance in core.step():

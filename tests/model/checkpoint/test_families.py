@@ -31,6 +31,7 @@ from tests.model.test_decoder import (
 )
 from tests.support.families import CONFIGS, FamilyCheckpoint
 from tests.support.processes import ServerProcess
+from tests.support.submitting import submit
 from tests.support.torch_blocks import BlockProducts
 
 ALL = [(family, number) for family, configs in CONFIGS.items() for number in range(len(configs))]
@@ -116,7 +117,7 @@ def greedy(checkpoint: FamilyCheckpoint, prompt: list[int], count: int) -> list[
 def test_200_greedy_tokens(checkpoint: FamilyCheckpoint) -> None:
     prompt = random_ids(checkpoint, 37)
     core = make_core(checkpoint, num_pages=700)  # type: ignore[arg-type]
-    core.scheduler.submit(0, prompt, 200, GREEDY)
+    submit(core.scheduler, 0, prompt, 200, GREEDY)
     assert finish(core)[0] == greedy(checkpoint, prompt, 200)
 
 

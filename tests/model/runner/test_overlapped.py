@@ -32,6 +32,7 @@ from tests.support.delayed import _copy
 from tests.support.integrity import integrity
 from tests.support.listed_backend import ListedReference
 from tests.support.recording_stream import RecordingStream
+from tests.support.submitting import submit
 from tests.support.torch_blocks import BlockProducts
 
 PAGE = 16
@@ -119,7 +120,7 @@ def test_tokens_are_those_of_steps_that_are_waited_for(
         requests(load(checkpoint.folder).spec.vocab_size)
     ):
         for one in (core, expected_core):
-            one.scheduler.submit(id, list(prompt), max_new, sampling)
+            submit(one.scheduler, id, list(prompt), max_new, sampling)
     assert finish(core) == finish(expected_core)
     assert stream.most_queued == 2
     experts = load(checkpoint.folder).spec.experts is not None
@@ -144,7 +145,7 @@ def test_cancelled_and_preempted_in_flight_with_captured_steps(tmp_path: Path) -
         }
         outputs: dict[int, list[int]] = {id: [] for id in asked}
         for id, (prompt, max_new, sampling) in asked.items():
-            core.scheduler.submit(id, list(prompt), max_new, sampling)
+            submit(core.scheduler, id, list(prompt), max_new, sampling)
         gone: set[int] = set()
         while core.scheduler.has_work:
             if core.scheduler.running and rng.random() < 0.03:
@@ -158,7 +159,7 @@ def test_cancelled_and_preempted_in_flight_with_captured_steps(tmp_path: Path) -
             assert integrity(core.scheduler) == []
         for id, (prompt, max_new, sampling) in asked.items():
             alone = make_core(checkpoint, 60, 8, page_size=PAGE)
-            alone.scheduler.submit(0, prompt, max_new, sampling)
+            submit(alone.scheduler, 0, prompt, max_new, sampling)
             expected = finish(alone)[0]
             assert outputs[id] == (expected[: len(outputs[id])] if id in gone else expected)
         preemptions += core.scheduler.num_preemptions
@@ -179,7 +180,7 @@ def test_a_step_larger_than_any_captured_is_launched_piece_by_piece(
     runner = core.runner
     # 1 to 64 rows; contexts of a page.
     assert isinstance(runner, ModelRunner) and runner.capture(PAGE) == num_sizes
-    core.scheduler.submit(0, [5, 6, 7], 40, Sampling(temperature=0.0))
+    submit(core.scheduler, 0, [5, 6, 7], 40, Sampling(temperature=0.0))
     finish(core)
     # The prompt, and tokens up to the end of the first page.
     assert stream.num_replays == 1 + PAGE - 3 and stream.num_enqueued == 40
@@ -228,8 +229,12 @@ def test_short_chunks_of_prompts_beside_single_tokens_are_captured(tmp_path: Pat
     launched = stream.num_enqueued - stream.num_replays  # To warm up.
     for id in range(6):
         for one in (core, expected):
-            one.scheduler.submit(
-                id, [5 + id, *range(20, 28 + 20 * id)], 30, Sampling(temperature=0.7, seed=id)
+            submit(
+                one.scheduler,
+                id,
+                [5 + id, *range(20, 28 + 20 * id)],
+                30,
+                Sampling(temperature=0.7, seed=id),
             )
         for _ in range(3):
             for event in core.step():
@@ -286,7 +291,7 @@ def test_what_chunks_would_read_again_is_bounded(
         monkeypatch.setattr("model.runner.cuda_graphs.MOST_KEYS_AGAIN", most * 4)
         core = overlapped(tmp_path, stream := RecordingStream(), captured=True)
         before = stream.num_replays
-        core.scheduler.submit(0, [5, 6, 7, 8], 5, Sampling(temperature=0.0))
+        submit(core.scheduler, 0, [5, 6, 7, 8], 5, Sampling(temperature=0.0))
         finish(core)
         replays.append(stream.num_replays - before)
     assert replays == [5, 4]
@@ -306,8 +311,8 @@ def test_numbers_that_are_not_finite_fail_their_own_row_of_a_captured_step(tmp_p
     make_checkpoint(SHAPES[1], tmp_path)
     core = overlapped(tmp_path, RecordingStream(), captured=True)
     runner: Any = core.runner
-    core.scheduler.submit(0, [5, 6, 7], 20, Sampling(temperature=0.0))
-    core.scheduler.submit(1, [5, 6, 8], 20, Sampling(temperature=0.0))
+    submit(core.scheduler, 0, [5, 6, 7], 20, Sampling(temperature=0.0))
+    submit(core.scheduler, 1, [5, 6, 8], 20, Sampling(temperature=0.0))
     for _ in range(3):
         core.step()
     page = core.scheduler.running[0].table.owned[0]
@@ -349,7 +354,7 @@ def test_a_captured_step_of_quantized_weights(tmp_path: Path) -> None:
         )
         assert not captured or runner.capture(MAX_CONTEXT)
         core = EngineCore(Scheduler(Limits(9, pool.layout, 100, 4, 64)), runner)
-        core.scheduler.submit(0, [5, 6, 7], 20, Sampling(temperature=0.0))
+        submit(core.scheduler, 0, [5, 6, 7], 20, Sampling(temperature=0.0))
         outputs.append(finish(core))
         assert bool(stream.num_replays) is captured
     assert outputs[0] == outputs[1]

@@ -13,6 +13,7 @@ from server.engine.scheduler import Limits, Scheduler
 from server.protocol import Token
 from tests.support.hash_model import HashModel, oracle
 from tests.support.integrity import integrity
+from tests.support.submitting import submit
 
 LAYOUTS = [
     CacheLayout.of(1, (), 4),
@@ -50,8 +51,15 @@ class Engines:
         model.slots = self.slots
         self.core = EngineCore(self.scheduler, model)
         for id in sorted(self.open):
-            self.scheduler.submit(
-                id, self.prompts[id], 40, Sampling(seed=id), [*self.outputs[id]], 0, frozenset()
+            submit(
+                self.scheduler,
+                id,
+                self.prompts[id],
+                40,
+                Sampling(seed=id),
+                [*self.outputs[id]],
+                0,
+                frozenset(),
             )
 
     def step(self) -> None:
@@ -137,7 +145,7 @@ def test_a_tail_behind_a_window_takes_no_more_pages_than_there_are() -> None:
             scheduler, model = Scheduler(limits, None, ledger), HashModel(layout)
             scheduler.prefixes.adopt()
             model.slots = slots
-            scheduler.submit(1, prompt, 1, Sampling(), [], 0, frozenset())
+            submit(scheduler, 1, prompt, 1, Sampling(), [], 0, frozenset())
             core = EngineCore(scheduler, model)
             while scheduler.has_work and num_steps:
                 core.step()

@@ -20,6 +20,7 @@ from tests.server.engine.test_core import OverlappedHistory
 from tests.server.engine.test_scheduler import History, run_histories
 from tests.support.cache_client import CacheClient
 from tests.support.hash_model import HashModel, one_group
+from tests.support.submitting import submit
 
 SEEDS, MANY = 150, 5000
 """Histories of every run of the tests, and of `-m slow`, of each kind."""
@@ -142,7 +143,7 @@ def test_a_view_without_a_difference_keeps_its_number() -> None:
     scheduler = scheduler_of(8)
     views = CacheViews(scheduler)
     assert views.answer(Look()) == views.answer(Look()) == protocol.CacheView(1, 0, b"", [])
-    scheduler.submit(3, [1, 2, 3, 4, 5], 6, Sampling(), request="mine")
+    submit(scheduler, 3, [1, 2, 3, 4, 5], 6, Sampling(), request="mine")
     EngineCore(scheduler, HashModel(one_group(4))).step()
     view = views.answer(Look())
     assert (view.number, view.step, numbers(view.runs)) == (2, 1, [0, 1, 2, 3, 0, 1, 1, 2, 3, 4])
@@ -157,7 +158,7 @@ def test_a_view_without_a_difference_keeps_its_number() -> None:
 def test_a_long_queue_is_cut() -> None:
     scheduler = scheduler_of(8)
     for id in range(MOST_WAITING + 5):
-        scheduler.submit(id, [1, 2], 2, Sampling())
+        submit(scheduler, id, [1, 2], 2, Sampling())
     assert [row[0] for row in CacheViews(scheduler).answer(Look()).sequences] == [
         *range(MOST_WAITING)
     ]
@@ -167,7 +168,7 @@ def test_reading_pages_leaves_them_to_their_sequences() -> None:
     """An array that numpy refers to cannot grow."""
     scheduler = scheduler_of(64)
     views, core = CacheViews(scheduler), EngineCore(scheduler, HashModel(one_group(4)))
-    scheduler.submit(1, [1], 100, Sampling())
+    submit(scheduler, 1, [1], 100, Sampling())
     kept = []
     while scheduler.has_work:
         core.step()

@@ -17,6 +17,7 @@ from tests.server.engine.test_scheduler import History
 from tests.support.delayed import DelayedRunner
 from tests.support.hash_model import HashModel, one_group, oracle
 from tests.support.integrity import integrity
+from tests.support.submitting import submit
 
 SEEDS, MANY = 400, 4000
 """Histories of every run of the tests, and of `-m slow`."""
@@ -146,7 +147,7 @@ def outputs_of(core: EngineCore) -> dict[int, list[int]]:
 def test_two_steps_are_in_flight_and_none_is_wasted_on_a_length() -> None:
     scheduler, runner, core = watched()
     for id in range(3):
-        scheduler.submit(id, [1, 2, 3], 6, Sampling(seed=id))
+        submit(scheduler, id, [1, 2, 3], 6, Sampling(seed=id))
     assert core.step() == [] and len(runner.queue) == 1
     assert len(core.step()) == 3 and len(runner.queue) == 1
     outputs = {
@@ -163,7 +164,7 @@ def test_who_ends_by_a_token_takes_one_more_step_and_keeps_its_pages_for_it() ->
     expected = oracle(prompt, 9, 0, frozenset(), seed, 0.0)
     stop = expected[3]
     length = expected.index(stop) + 1
-    scheduler.submit(0, prompt, 9, Sampling(seed=seed), stop_token_ids=frozenset({stop}))
+    submit(scheduler, 0, prompt, 9, Sampling(seed=seed), stop_token_ids=frozenset({stop}))
     ended = False
     while not ended:
         ended = any(
@@ -180,7 +181,7 @@ def test_who_ends_by_a_token_takes_one_more_step_and_keeps_its_pages_for_it() ->
 
 def test_a_cancelled_sequence_keeps_its_pages_until_its_row_is_back() -> None:
     scheduler, _, core = watched()
-    scheduler.submit(0, [1, 2, 3], 50, Sampling())
+    submit(scheduler, 0, [1, 2, 3], 50, Sampling())
     core.step()
     scheduler.cancel(0)
     assert scheduler.allocator.num_owned == 1 and integrity(scheduler) == []
@@ -189,17 +190,17 @@ def test_a_cancelled_sequence_keeps_its_pages_until_its_row_is_back() -> None:
 
 def test_an_id_that_comes_again_gets_nothing_of_the_row_that_was_in_flight() -> None:
     scheduler, _, core = watched()
-    scheduler.submit(0, [1, 2, 3], 50, Sampling())
+    submit(scheduler, 0, [1, 2, 3], 50, Sampling())
     core.step()
     scheduler.cancel(0)
-    scheduler.submit(0, [4, 5], 6, Sampling())
+    submit(scheduler, 0, [4, 5], 6, Sampling())
     assert outputs_of(core) == {0: oracle([4, 5], 6, 0, frozenset(), 0, 0.0)}
 
 
 def test_nobody_is_preempted_while_a_step_is_in_flight() -> None:
     scheduler, runner, core = watched(num_pages=4, max_running=2)
-    scheduler.submit(0, [1, 2, 3, 4, 5, 6], 8, Sampling(seed=0))
-    scheduler.submit(1, [1, 2, 3, 4, 5], 9, Sampling(seed=1))
+    submit(scheduler, 0, [1, 2, 3, 4, 5, 6], 8, Sampling(seed=0))
+    submit(scheduler, 1, [1, 2, 3, 4, 5], 9, Sampling(seed=1))
     preempted_at = []
     outputs: Counter[int] = Counter()
     while scheduler.has_work:
@@ -221,8 +222,8 @@ def test_nobody_is_preempted_while_a_step_is_in_flight() -> None:
 )
 def test_a_draw_that_reads_the_output_waits_for_it_and_holds_up_nobody(sampling: Sampling) -> None:
     scheduler, runner, core = watched()
-    scheduler.submit(0, [1, 2, 3], 6, sampling)
-    scheduler.submit(1, [1, 2, 3], 12, Sampling(seed=1))
+    submit(scheduler, 0, [1, 2, 3], 6, sampling)
+    submit(scheduler, 1, [1, 2, 3], 12, Sampling(seed=1))
     outputs_of(core)
     with_0 = [any(row.sequence == 0 for row in plan.rows) for plan in runner.plans]
     assert with_0[:12] == [True, False] * 6
@@ -259,7 +260,7 @@ def test_pages_of_a_row_that_failed_in_flight_are_cleared_before_anyone_has_them
     scheduler = Scheduler(Limits(8, one_group(4), 200, 2, 32))
     runner = Spoiling(HashModel(one_group(4)), 0, 2)
     core = EngineCore(scheduler, runner)
-    scheduler.submit(0, [1, 2, 3, 4, 5], 20, Sampling())
+    submit(scheduler, 0, [1, 2, 3, 4, 5], 20, Sampling())
     core.step()
     core.step()  # The second row is in flight.
     pages = set(scheduler.running[0].table.owned)
@@ -268,7 +269,7 @@ def test_pages_of_a_row_that_failed_in_flight_are_cleared_before_anyone_has_them
     while scheduler.has_work:
         core.step()
     assert scheduler.allocator.num_cached == 0
-    scheduler.submit(1, [1, 2, 3, 4, 5], 20, Sampling())
+    submit(scheduler, 1, [1, 2, 3, 4, 5], 20, Sampling())
     outputs_of(core)
     assert pages <= {page for clear in runner.clears for page in clear}
 
@@ -276,8 +277,8 @@ def test_pages_of_a_row_that_failed_in_flight_are_cleared_before_anyone_has_them
 def test_scores_of_a_prompt_in_chunks_come_in_order() -> None:
     scheduler, _, core = watched()
     prompt = list(range(1, 50)) + list(range(1, 40))
-    scheduler.submit(0, prompt, 3, Sampling(), score_prompt=True)
-    scheduler.submit(1, [9], 30, Sampling(seed=1))
+    submit(scheduler, 0, prompt, 3, Sampling(), score_prompt=True)
+    submit(scheduler, 1, [9], 30, Sampling(seed=1))
     scores: list[float] = []
     while scheduler.has_work:
         for event in core.step():
@@ -290,7 +291,7 @@ def test_scores_of_a_prompt_in_chunks_come_in_order() -> None:
 def test_those_who_must_wait_are_computed_together_and_not_by_turns() -> None:
     scheduler, runner, core = watched(num_pages=200)
     for id in range(6):
-        scheduler.submit(id, list(range(1, 15)), 20, Sampling(repetition_penalty=1.1, seed=id))
+        submit(scheduler, id, list(range(1, 15)), 20, Sampling(repetition_penalty=1.1, seed=id))
     outputs_of(core)
     together = [len(plan.rows) for plan in runner.plans]
     assert len(together) < 20 + 6 and together[4:20] == [6] * 16
@@ -323,5 +324,5 @@ def test_what_a_step_had_made_is_gone_before_its_parts_are_computed(launches: bo
         core.runner = model
         model.run, run_whole = lambda plan: begin(plan) or run_whole(plan), model.run  # type: ignore[method-assign, func-returns-value]
     for id in range(3):
-        scheduler.submit(id, [1, 2, 3, 4, 5], 6, Sampling(seed=id))
+        submit(scheduler, id, [1, 2, 3, 4, 5], 6, Sampling(seed=id))
     assert all(len(output) == 6 for output in outputs_of(core).values()) and made

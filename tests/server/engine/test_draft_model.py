@@ -35,6 +35,7 @@ from tests.support.checkpoints import SHAPES, make_checkpoint
 from tests.support.families import make_family_checkpoint
 from tests.support.hash_model import HashModel, one_group
 from tests.support.processes import ServerProcess
+from tests.support.submitting import submit
 
 OPTIONS = EngineOptions("cpu", "float32", 1, 16, None, None, 400, 8, 64)
 
@@ -114,7 +115,7 @@ def test_more_tokens_a_step(folders: list[Path]) -> None:
     steps = []
     for drafts in (None, draft_model(twin)):
         scheduler = Scheduler(Limits(200, runner.pool.layout, 400, 4, 64), drafts)
-        scheduler.submit(0, [1, 2, 3], 200, Sampling(temperature=0.8, seed=1))
+        submit(scheduler, 0, [1, 2, 3], 200, Sampling(temperature=0.8, seed=1))
         assert sum(len(step) for step in finish(EngineCore(scheduler, runner))) == 200
         steps.append(scheduler.num_steps)
     assert steps[0] == 200 and steps[1] < 25, "drafts of 12 tokens that all come true"
@@ -155,7 +156,7 @@ def test_preempted_sequences_give_pages_back(folders: list[Path]) -> None:
     for drafts in (None, draft_model(twin)):
         scheduler = Scheduler(Limits(12, runner.pool.layout, 180, 4, 64), drafts)
         for id in range(6):
-            scheduler.submit(id, [id + 1] * 20, 60, Sampling(seed=id))
+            submit(scheduler, id, [id + 1] * 20, 60, Sampling(seed=id))
         tokens: dict[int, list[int]] = {id: [] for id in range(6)}
         for step in finish(EngineCore(scheduler, runner)):
             for event in step:
@@ -175,7 +176,7 @@ def test_a_step_with_drafts_is_no_larger_than_it_may_be(number: int) -> None:
     drafts = always(SeparateModel(HashModel(layout), layout, 400, 64, 400))
     scheduler, sizes = Scheduler(Limits(400, layout, 60, 16, 16), drafts), set()
     for id in range(number):
-        scheduler.submit(id, [id + 1] * 3, 30, Sampling(seed=id))
+        submit(scheduler, id, [id + 1] * 3, 30, Sampling(seed=id))
     model = HashModel(layout)
     core, run = EngineCore(scheduler, model), model.run
 
@@ -270,7 +271,7 @@ def test_what_it_costs_and_gains(
         core = EngineCore(scheduler, Timed(0.95, 0.05, 0.0))
         for id in range(30 if prompt < 100 else 12):
             words = [random_.randrange(64) for _ in range(prompt)]
-            scheduler.submit(id, words, output, Sampling(seed=id))
+            submit(scheduler, id, words, output, Sampling(seed=id))
             list(finish(core))
         taken.append(now[0])
     assert least < taken[0] / taken[1] < most
@@ -335,8 +336,8 @@ def test_sequences_that_end_before_their_first_token(folders: list[Path]) -> Non
     drafts = SeparateModel(twin, twin.pool.layout, 200, 64, 400)
     scheduler = Scheduler(Limits(200, runner.pool.layout, 400, 4, 64), drafts)
     core = EngineCore(scheduler, runner)
-    scheduler.submit(0, [1] * 100, 40, Sampling())
+    submit(scheduler, 0, [1] * 100, 40, Sampling())
     core.step()
     scheduler.cancel(0)
-    scheduler.submit(1, [2] * 3, 40, Sampling())
+    submit(scheduler, 1, [2] * 3, 40, Sampling())
     assert sum(len(step) for step in finish(core)) == 40

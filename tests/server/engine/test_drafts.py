@@ -39,6 +39,7 @@ from tests.support.hash_model import HashModel, next_token, one_group
 from tests.support.immediate import Immediate
 from tests.support.integrity import integrity
 from tests.support.processes import ServerProcess
+from tests.support.submitting import submit
 
 SEEDS, MANY = 300, 4000
 """Histories of every run of the tests, and of `-m slow`."""
@@ -259,7 +260,7 @@ def test_wrong_guesses_preempt_nobody(pages: int) -> None:
         scheduler = Scheduler(Limits(pages, layout, 16, 4, 16), drafter_for and NGrams(drafter_for))
         core = EngineCore(scheduler, HashModel(layout))
         for id in range(6):
-            scheduler.submit(id, [id + 1] * (1 + id), 8, Sampling(seed=id))
+            submit(scheduler, id, [id + 1] * (1 + id), 8, Sampling(seed=id))
         news.append([sorted(events, key=lambda event: event.id) for events in finish(core)])
         preemptions.append(scheduler.num_preemptions)
         assert scheduler.num_accepted_tokens == 0 and (scheduler.num_drafted_tokens > 20) == (
@@ -274,7 +275,7 @@ def test_a_stop_token_among_the_guesses_ends_the_sequence_there() -> None:
         Limits(20, layout, 60, 1, 16),
         NGrams(lambda sequence: Guesser(sequence.prompt, lambda tokens: 5)),
     )
-    scheduler.submit(0, [5, 5], 40, Sampling(), stop_token_ids=frozenset({9}))
+    submit(scheduler, 0, [5, 5], 40, Sampling(), stop_token_ids=frozenset({9}))
     core = EngineCore(
         scheduler, HashModel(layout, give=lambda tokens, *_: 9 if len(tokens) == 6 else 5)
     )
@@ -321,7 +322,8 @@ def outcomes(
     """The events of every request, and the scheduler that produced them."""
     scheduler = Scheduler(Limits(200, layout, 400, 4, 64), drafts)  # type: ignore[arg-type]
     for id, (prompt, sampling) in enumerate(requests):
-        scheduler.submit(
+        submit(
+            scheduler,
             id,
             prompt,
             50,

@@ -16,6 +16,7 @@ from tests.server.engine.test_core import OverlappedHistory
 from tests.server.engine.test_scheduler import History, run_histories
 from tests.support.hash_model import HashModel, one_group
 from tests.support.integrity import integrity
+from tests.support.submitting import submit
 
 SEEDS, MANY = 500, 100_000
 """Histories of every run of the tests, and of `-m slow`."""
@@ -132,7 +133,7 @@ class Demand:
         id = len(self.owner)
         self.owner[id] = share
         prompt = [self.rng.randrange(64) for _ in range(num_prompt)]
-        self.scheduler.submit(id, prompt, num_output, Sampling(seed=id), share=share)
+        submit(self.scheduler, id, prompt, num_output, Sampling(seed=id), share=share)
         return id
 
     def step(self, backlogged: list[Share]) -> list[Token]:
@@ -228,7 +229,7 @@ def test_clients_that_left_are_forgotten() -> None:
     )
     core = EngineCore(scheduler, HashModel(one_group(4)))
     for id in range(1000):
-        scheduler.submit(id, [1, 2], 2, Sampling(), share=Share(f"client {id}"))
+        submit(scheduler, id, [1, 2], 2, Sampling(), share=Share(f"client {id}"))
         core.step()
     assert len(scheduler._shares.accounts) < 100
 

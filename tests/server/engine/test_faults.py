@@ -19,6 +19,7 @@ from tests.server.engine.test_scheduler import Forcing
 from tests.support.drawing import draw
 from tests.support.hash_model import HashModel, one_group, oracle
 from tests.support.integrity import integrity
+from tests.support.submitting import submit
 
 PAGE = 4
 
@@ -70,8 +71,8 @@ def test_a_step_too_large_is_computed_row_by_row(most: int) -> None:
         for id in range(1, 6):
             prompts[id] = [rng.randrange(1, 60) for _ in range(rng.randint(1, 30))]
             count = rng.randint(1, 8)
-            core.scheduler.submit(
-                id, prompts[id], count, Sampling(seed=id), score_prompt=id % 2 == 0
+            submit(
+                core.scheduler, id, prompts[id], count, Sampling(seed=id), score_prompt=id % 2 == 0
             )
             expected[id] = oracle(prompts[id], count, 0, frozenset(), id, 0.0)
         outputs, failed, scored = run_all(core)
@@ -89,7 +90,7 @@ def test_what_does_not_fit_even_alone_fails_alone() -> None:
     model = SmallModel(32, hopeless=2)
     core = EngineCore(Scheduler(Limits(64, one_group(PAGE), 200, 8, 32)), model)
     for id in (1, 2, 3):
-        core.scheduler.submit(id, [id] * 9, 5, Sampling(seed=id))
+        submit(core.scheduler, id, [id] * 9, 5, Sampling(seed=id))
     outputs, failed, _ = run_all(core)
     assert failed.keys() == {2} and failed[2].code == "out_of_memory"
     assert outputs == {id: oracle([id] * 9, 5, 0, frozenset(), id, 0.0) for id in (1, 3)}
@@ -136,8 +137,8 @@ def test_a_grammar_that_breaks_ends_its_own_sequence() -> None:
     core = EngineCore(
         Scheduler(Limits(64, one_group(PAGE), 200, 8, 32)), HashModel(one_group(PAGE))
     )
-    core.scheduler.submit(1, [1, 2], 5, Sampling(seed=1), constraint=Broken())
-    core.scheduler.submit(2, [1, 2], 5, Sampling(seed=2))
+    submit(core.scheduler, 1, [1, 2], 5, Sampling(seed=1), constraint=Broken())
+    submit(core.scheduler, 2, [1, 2], 5, Sampling(seed=2))
     outputs, failed, _ = run_all(core)
     assert failed[1].code == "grammar_error" and outputs[2] == oracle(
         [1, 2], 5, 0, frozenset(), 2, 0.0

@@ -16,6 +16,7 @@ from server.engine.scheduler import Limits, Scheduler
 from tests.support.hash_model import HashModel, one_group
 from tests.support.integrity import allocator_problems, integrity, prefix_problems
 from tests.support.processes import ServerProcess
+from tests.support.submitting import submit
 
 PAGE = 4
 
@@ -123,10 +124,10 @@ def test_wrong_numbers_take_what_was_found_off_the_list_too() -> None:
         Limits(num_pages=40, layout=one_group(4), max_context=100, max_running=2, step_tokens=64)
     )
     core = EngineCore(scheduler, HashModel(one_group(4)))
-    scheduler.submit(0, list(range(30)), 1, Sampling())
+    submit(scheduler, 0, list(range(30)), 1, Sampling())
     run(scheduler, core)
     for code, found in (("sampling_error", 28), ("numerical_error", 28), ("", 0)):
-        scheduler.submit(1, list(range(30)), 1, Sampling())
+        submit(scheduler, 1, list(range(30)), 1, Sampling())
         plan = scheduler.plan()
         assert plan.rows[0].start == found
         scheduler.commit(plan, StepResult((SampleError("why", code=code),)))
@@ -145,7 +146,7 @@ def test_a_prompt_that_is_being_computed_is_waited_for_not_computed_again() -> N
     )
     core = EngineCore(scheduler, HashModel(one_group(16)))
     for id in range(8):
-        scheduler.submit(id, [*range(160), id], 5, Sampling(seed=id))
+        submit(scheduler, id, [*range(160), id], 5, Sampling(seed=id))
     run(scheduler, core)
     assert scheduler.num_hit_tokens == 7 * 160 and scheduler.num_computed_tokens == 160 + 8 * 5
 
@@ -157,7 +158,7 @@ def test_who_waits_for_one_that_leaves_computes_it(how: str) -> None:
     )
     core = EngineCore(scheduler, HashModel(one_group(16)))
     for id in range(2):
-        scheduler.submit(id, [*range(160), id], 5, Sampling(seed=id))
+        submit(scheduler, id, [*range(160), id], 5, Sampling(seed=id))
     core.step()
     assert list(scheduler.running) == [0]
     if how == "cancelled":
@@ -173,7 +174,7 @@ def test_a_sequence_that_was_preempted_finds_its_own_pages() -> None:
         Limits(num_pages=40, layout=one_group(4), max_context=100, max_running=2, step_tokens=64)
     )
     core = EngineCore(scheduler, HashModel(one_group(4)))
-    scheduler.submit(0, list(range(30)), 8, Sampling())
+    submit(scheduler, 0, list(range(30)), 8, Sampling())
     core.step()
     scheduler._preempt(scheduler.running[0], scheduler.running[0])
     (row,) = scheduler.plan().rows
@@ -186,7 +187,7 @@ def test_whoever_scores_its_prompt_computes_it() -> None:
     )
     core = EngineCore(scheduler, HashModel(one_group(4)))
     for id in range(2):
-        scheduler.submit(id, list(range(30)), 1, Sampling(), score_prompt=bool(id))
+        submit(scheduler, id, list(range(30)), 1, Sampling(), score_prompt=bool(id))
         run(scheduler, core)
     assert scheduler.num_computed_tokens == 60 and scheduler.num_hit_tokens == 0
 

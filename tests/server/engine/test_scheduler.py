@@ -17,6 +17,7 @@ from server.engine.sequence import Sequence
 from server.protocol import Failed, Guidance, PromptScores, Share, Token
 from tests.support.hash_model import HashModel, Next, next_token, one_group, oracle
 from tests.support.integrity import integrity
+from tests.support.submitting import submit
 
 SEEDS, MANY = 600, 10_000
 """Histories of every run of the tests, and of `-m slow`."""
@@ -206,7 +207,8 @@ class History:
         scores = not done and rng.random() < 0.3
         self.scored[id] = [] if scores else None
         try:
-            self.scheduler.submit(
+            submit(
+                self.scheduler,
                 id,
                 list(prompt),
                 max_new,
@@ -348,8 +350,8 @@ def test_arrival_order_decides_who_starts_and_who_is_preempted() -> None:
     scheduler = Scheduler(
         Limits(num_pages=4, layout=one_group(1), max_context=100, max_running=4, step_tokens=8)
     )
-    scheduler.submit(0, [1, 2], 2, Sampling())
-    scheduler.submit(1, [3], 3, Sampling())
+    submit(scheduler, 0, [1, 2], 2, Sampling())
+    submit(scheduler, 1, [3], 3, Sampling())
     plan = scheduler.plan()
     assert [row.sequence for row in plan.rows] == [0, 1]
     scheduler.commit(plan, StepResult((SampledToken(9, 0.0), SampledToken(9, 0.0))))
@@ -372,14 +374,14 @@ def test_a_long_prompt_is_chunked_and_does_not_stall_the_others() -> None:
     scheduler = Scheduler(
         Limits(num_pages=100, layout=one_group(4), max_context=300, max_running=4, step_tokens=16)
     )
-    scheduler.submit(0, list(range(100)), 5, Sampling())
-    scheduler.submit(1, [1], 5, Sampling())
+    submit(scheduler, 0, list(range(100)), 5, Sampling())
+    submit(scheduler, 1, [1], 5, Sampling())
     first = scheduler.plan()
     assert [(row.sequence, len(row.tokens)) for row in first.rows] == [(0, 16)]
     scheduler.commit(first, StepResult((None,)))
     scheduler.cancel(0)
     scheduler.commit(scheduler.plan(), StepResult((SampledToken(7, 0.0),)))
-    scheduler.submit(2, list(range(100)), 5, Sampling())
+    submit(scheduler, 2, list(range(100)), 5, Sampling())
     mixed = scheduler.plan()
     assert [(row.sequence, len(row.tokens)) for row in mixed.rows] == [(1, 1), (2, 15)]
     assert mixed.rows[1].sample is None
@@ -389,8 +391,8 @@ def test_a_token_to_be_scored_takes_twice_the_budget() -> None:
     scheduler = Scheduler(
         Limits(num_pages=100, layout=one_group(4), max_context=300, max_running=4, step_tokens=16)
     )
-    scheduler.submit(0, [1], 50, Sampling())
-    scheduler.submit(1, list(range(100)), 5, Sampling(), score_prompt=True)
+    submit(scheduler, 0, [1], 50, Sampling())
+    submit(scheduler, 1, list(range(100)), 5, Sampling(), score_prompt=True)
     plan = scheduler.plan()
     assert [(row.sequence, len(row.tokens)) for row in plan.rows] == [(0, 1), (1, 7)]
     scheduler.commit(
@@ -399,7 +401,7 @@ def test_a_token_to_be_scored_takes_twice_the_budget() -> None:
             (SampledToken(7, 0.0), None), {1: [SampledToken(token, 0.0) for token in range(1, 8)]}
         ),
     )
-    scheduler.submit(2, list(range(100)), 5, Sampling(), score_prompt=True)
+    submit(scheduler, 2, list(range(100)), 5, Sampling(), score_prompt=True)
     assert [(row.sequence, len(row.tokens)) for row in scheduler.plan().rows] == [
         (0, 1),
         (1, 7),
@@ -411,7 +413,7 @@ def test_a_replayed_sequence_goes_on_behind_its_output() -> None:
     scheduler = Scheduler(
         Limits(num_pages=10, layout=one_group(4), max_context=40, max_running=1, step_tokens=40)
     )
-    scheduler.submit(0, [1, 2, 3], 10, Sampling(), output=[4, 5])
+    submit(scheduler, 0, [1, 2, 3], 10, Sampling(), output=[4, 5])
     plan = scheduler.plan()
     assert list(plan.rows[0].tokens) == [1, 2, 3, 4, 5]
     (advance,) = scheduler.commit(plan, StepResult((SampledToken(6, 0.0),)))
@@ -427,7 +429,7 @@ def test_nonsense_is_refused(prompt: list[int], max_new: int) -> None:
         Limits(num_pages=10, layout=one_group(4), max_context=40, max_running=1, step_tokens=40)
     )
     with pytest.raises(ValueError):
-        scheduler.submit(0, prompt, max_new, Sampling())
+        submit(scheduler, 0, prompt, max_new, Sampling())
 
 
 def test_budget_below_the_running_set_is_refused() -> None:
@@ -449,8 +451,8 @@ def test_a_row_that_cannot_draw_ends_alone_and_frees_its_pages() -> None:
     scheduler = Scheduler(
         Limits(num_pages=10, layout=one_group(4), max_context=40, max_running=8, step_tokens=40)
     )
-    scheduler.submit(0, [1, 2], 5, Sampling())
-    scheduler.submit(1, [1, 2], 5, Sampling())
+    submit(scheduler, 0, [1, 2], 5, Sampling())
+    submit(scheduler, 1, [1, 2], 5, Sampling())
     failed, fine = scheduler.commit(
         scheduler.plan(), StepResult((SampleError("why"), SampledToken(3, 0.0)))
     )
@@ -464,7 +466,7 @@ def test_a_page_to_spare_for_each_that_runs_or_the_newcomer_waits() -> None:
     )
     for id in range(3):
         # Two pages each: the third would leave none to grow into.
-        scheduler.submit(id, [id] * 7, 2, Sampling())
+        submit(scheduler, id, [id] * 7, 2, Sampling())
     assert [row.sequence for row in scheduler.plan().rows] == [0, 1]
 
 
@@ -472,15 +474,15 @@ def test_everyone_running_gets_a_token_before_anyone_gets_more() -> None:
     scheduler = Scheduler(
         Limits(num_pages=100, layout=one_group(4), max_context=300, max_running=3, step_tokens=10)
     )
-    scheduler.submit(0, [1] * 4, 5, Sampling())
-    scheduler.submit(1, [2] * 50, 5, Sampling())
-    scheduler.submit(2, [3] * 50, 5, Sampling())
+    submit(scheduler, 0, [1] * 4, 5, Sampling())
+    submit(scheduler, 1, [2] * 50, 5, Sampling())
+    submit(scheduler, 2, [3] * 50, 5, Sampling())
     assert [(row.sequence, len(row.tokens)) for row in scheduler.plan().rows] == [(0, 4), (1, 6)]
     scheduler = Scheduler(
         Limits(num_pages=100, layout=one_group(4), max_context=300, max_running=3, step_tokens=10)
     )
     for id in range(3):
-        scheduler.submit(id, [id] * 5, 50, Sampling())
+        submit(scheduler, id, [id] * 5, 50, Sampling())
     scheduler.commit(scheduler.plan(), StepResult((SampledToken(7, 0.0), SampledToken(7, 0.0))))
     counts = [(row.sequence, len(row.tokens)) for row in scheduler.plan().rows]
     assert counts == [(0, 1), (1, 1), (2, 5)]
@@ -498,7 +500,7 @@ def test_choices_of_one_prompt_compute_its_whole_pages_once() -> None:
         core = EngineCore(scheduler, model)
         prompt = list(range(60)) * 6
         for id in range(20):
-            scheduler.submit(id, list(prompt), max_new, Sampling(seed=id))
+            submit(scheduler, id, list(prompt), max_new, Sampling(seed=id))
         while scheduler.has_work:
             core.step()
             assert integrity(scheduler) == []
@@ -514,9 +516,10 @@ def test_cached_pages_make_way_for_whoever_needs_them() -> None:
     )
     model = HashModel(one_group(4))
     core = EngineCore(scheduler, model)
-    scheduler.submit(0, [1] * 9, 1, Sampling())
-    scheduler.submit(1, [2] * 20, 4, Sampling())  # The whole pool, before the one that would share.
-    scheduler.submit(2, [1] * 9, 1, Sampling())
+    submit(scheduler, 0, [1] * 9, 1, Sampling())
+    # The whole pool, before the one that would share.
+    submit(scheduler, 1, [2] * 20, 4, Sampling())
+    submit(scheduler, 2, [1] * 9, 1, Sampling())
     ended = []
     for _ in range(20):
         ended += [event.id for event in core.step() if isinstance(event, Token) and event.finish]
@@ -530,7 +533,7 @@ def test_a_better_priority_is_served_first_and_preempted_last() -> None:
     )
     core = EngineCore(scheduler, HashModel(one_group(4)))
     for id, priority in enumerate((0, 0, -5, 3)):
-        scheduler.submit(id, [1, 2], 2, Sampling(), priority=priority)
+        submit(scheduler, id, [1, 2], 2, Sampling(), priority=priority)
     ended: list[int] = []
     while scheduler.has_work:
         ended += [event.id for event in core.step() if isinstance(event, Token) and event.finish]
@@ -543,9 +546,9 @@ def test_pages_are_shared_with_a_sequence_that_still_runs() -> None:
     )
     model = HashModel(one_group(4))
     core = EngineCore(scheduler, model)
-    scheduler.submit(0, [1] * 21, 10, Sampling())
+    submit(scheduler, 0, [1] * 21, 10, Sampling())
     core.step()
-    scheduler.submit(1, [1] * 21, 10, Sampling())
+    submit(scheduler, 1, [1] * 21, 10, Sampling())
     core.step()
     assert scheduler.num_hit_tokens == 20 and integrity(scheduler) == []
 
@@ -556,8 +559,8 @@ def test_a_failed_sequence_publishes_nothing_and_its_pages_are_cleared_before_an
     scheduler = Scheduler(
         Limits(num_pages=20, layout=one_group(4), max_context=60, max_running=1, step_tokens=8)
     )
-    scheduler.submit(0, [1] * 17, 10, Sampling())
-    scheduler.submit(1, [1] * 17, 10, Sampling())
+    submit(scheduler, 0, [1] * 17, 10, Sampling())
+    submit(scheduler, 1, [1] * 17, 10, Sampling())
     for _ in range(2):
         scheduler.commit(scheduler.plan(), StepResult((None,)))
     written = set(scheduler.running[0].table.owned)

@@ -13,6 +13,7 @@ from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, Scheduler
 from tests.support.delayed import DelayedRunner
 from tests.support.hash_model import HashModel
+from tests.support.submitting import submit
 
 CONTEXT, PAGE = 40, 4
 LAYOUT = CacheLayout.of(4, (9, None, 9, 9), PAGE)
@@ -56,7 +57,7 @@ def test_every_text_is_computed_once_in_one_step(
     core = EngineCore(scheduler, runner)
     for id, length in enumerate(lengths):
         # Texts that begin alike, of which no part is reused.
-        scheduler.submit(id, [1] * length, 1, Sampling())
+        submit(scheduler, id, [1] * length, 1, Sampling())
     ended, num_cancelled = set[int](), len(cancelled)
     for _ in range(4 * len(lengths) + 4):
         if not scheduler.has_work:

@@ -25,6 +25,7 @@ from tests.model.test_decoder import CPU, finish, make_core, make_pool
 from tests.support.checkpoints import SHAPES, make_checkpoint
 from tests.support.listed_backend import ListedReference
 from tests.support.recording_stream import RecordingStream
+from tests.support.submitting import submit
 
 GIB = 2**30
 ECC = "CUDA error: uncorrectable ECC error encountered\nCompile with `TORCH_USE_CUDA_DSA`"
@@ -280,7 +281,7 @@ def test_steps_that_cannot_be_captured_are_served(
         with caplog.at_level(logging.WARNING, "onehead.engine"):
             assert runner.capture(PAGE) == runner.num_graphs == num_graphs
         core = make_core_of(runner)
-        core.scheduler.submit(0, [5, 6, 7], 12, Sampling(temperature=0.0))
+        submit(core.scheduler, 0, [5, 6, 7], 12, Sampling(temperature=0.0))
         outputs.append(finish(core))
         assert bool(stream.num_replays) is bool(num_graphs)
         warnings = [record.getMessage() for record in caplog.records]
@@ -322,6 +323,6 @@ def test_memory_that_is_short_in_a_capture_leaves_the_graphs_there_are(
         assert runner.capture(PAGE) == 2
     assert "memory is short: 2 CUDA graphs" in caplog.text
     core = make_core_of(runner)
-    core.scheduler.submit(0, [5, 6, 7], 12, Sampling(temperature=0.0))
+    submit(core.scheduler, 0, [5, 6, 7], 12, Sampling(temperature=0.0))
     finish(core)
     assert stream.num_replays == 12
