@@ -200,6 +200,14 @@ def check_minimum(minimum: int | None, maximum: int | None, names: tuple[str, st
         raise ValueError(f"`{names[0]}` must be <= `{names[1]}` {maximum}. Given: {minimum}")
 
 
+class Named(Body):
+    """A body that names the model."""
+
+    model: Name | None = None
+    """A name that GET /v1/models lists, or what --model was given; `dummy`, `tgi` and "" too.
+    Default: the served model."""
+
+
 class DeliveryBody(Body):
     """Fields of every route that generates text: how the answer is delivered, and when the request
     is served.

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from server.http import fields
-from server.http.fields import Body
+from server.http.fields import Named
 from server.http.openai.chat_fields import Message, TemplateBody
 
 GOES_WITH = {
@@ -76,11 +76,8 @@ class TokenizeBody(TemplateBody):
         return self
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(Named):
     """The body of POST /detokenize."""
 
     tokens: Annotated[list[fields.TokenId], Field(max_length=2**20, fail_fast=True)]
     """Token ids to decode, each below the size of the vocabulary."""
-    model: fields.Name | None = None
-    """A name that GET /v1/models lists, or what --model was given; `dummy`, `tgi` and "" too.
-    Default: the served model."""

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 
 from server.http import fields
 from server.http.body import check
-from server.http.fields import Body
+from server.http.fields import Body, Named
 from server.http.openai import chat_fields
 
 BILLING = "x-anthropic-billing-header:"
@@ -153,11 +153,9 @@ class OutputConfig(Body):
     """A constraint on the output. Default: none."""
 
 
-class CountBody(Body):
+class CountBody(Named):
     """The body of POST /v1/messages/count_tokens."""
 
-    model: fields.Name | None = None
-    """A name that GET /v1/models lists."""
     messages: list[Message] = Field(min_length=1, max_length=1024, fail_fast=True)
     """The conversation, oldest message first. The answer continues a last one of the assistant's.
     1 to 1024 messages."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from server.http import fields
-from server.http.fields import Body, LimitedBody
+from server.http.fields import Body, LimitedBody, Named
 from server.http.openai.chat_fields import Message, TemplateFields, TextParts
 
 MAX_QUESTIONS, MAX_CHOICES, MAX_LEVELS = 400, 255, 10
@@ -194,12 +194,9 @@ class DecisionQuestion(AnyQuestion):
         return super().answer(shares, mass) | {"name": self.name, "probabilities": found}
 
 
-class AnyDecisionBody(TemplateFields, LimitedBody):
+class AnyDecisionBody(Named, TemplateFields, LimitedBody):
     """Base of the bodies of both routes."""
 
-    model: fields.Name | None = None
-    """A name that GET /v1/models lists, or what --model was given; `dummy`, `tgi` and "" too.
-    Default: the served model."""
     stream: Literal[False] | None = None
     """Answers are not streamed: only false is accepted."""
     resumable: Literal[False] | None = None

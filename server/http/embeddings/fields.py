@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import AliasChoices, Field
 
 from server.http import fields
-from server.http.fields import Body
+from server.http.fields import Body, Named
 
 MAX_INPUTS = 2048
 
@@ -17,11 +17,9 @@ Inputs = Annotated[
 ]
 
 
-class NamedBody(Body):
+class NamedBody(Named):
     """Fields of every route here."""
 
-    model: fields.Name | None = None
-    """A name that GET /v1/models lists, or what --model was given. Default: the served model."""
     truncate: bool | None = None
     """Whether an input that is longer than the context is cut at its end; else it is refused.
     Default: false."""

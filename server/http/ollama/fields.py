@@ -8,7 +8,7 @@ from server.errors import InvalidRequest
 from server.generation.generation import Generation
 from server.http import fields
 from server.http.body import check
-from server.http.fields import Body, SamplingBody
+from server.http.fields import Body, Named, SamplingBody
 from server.http.openai import chat_fields
 from server.http.openai.chat_fields import Tool, ToolCall
 from server.http.openai.fields import CompletionBody, Stops
@@ -48,12 +48,9 @@ class Options(SamplingBody):
     """Only 1, off, is supported."""
 
 
-class OllamaBody(Body):
+class OllamaBody(Named):
     """What /api/generate and /api/chat share."""
 
-    model: fields.Name | None = None
-    """A name that GET /api/tags lists, with or without the tag `latest`. Default: the served
-    model."""
     stream: bool | None = None
     """Whether the answer comes in lines of JSON, as the text is generated. Default: true."""
     format: fields.Json = None
@@ -226,20 +223,16 @@ class ChatBody(OllamaBody):
         return check(values, chat_fields.ChatBody)[0]
 
 
-class ShowBody(Body):
+class ShowBody(Named):
     """The body of POST /api/show."""
 
-    model: fields.Name | None = None
-    """A name that GET /api/tags lists. Default: the served model."""
     name: fields.Name | None = None
     """The older name of `model`."""
 
 
-class LoadedBody(Body):
+class LoadedBody(Named):
     """What /api/embed and /api/embeddings share."""
 
-    model: fields.Name | None = None
-    """A name that GET /api/tags lists. Default: the served model."""
     truncate: bool | None = None
     """Whether a text that is longer than the context is cut; else it is refused. Default: true."""
     options: fields.Json = None

@@ -12,7 +12,7 @@ from server.generation.generation import Generation
 from server.generation.request import Request
 from server.http import fields
 from server.http.body import parse
-from server.http.fields import Body
+from server.http.fields import Body, Named
 from server.http.openai.fields import GenerationBody
 from server.http.openai.slot_fields import ChatSlotFields, salt, switched_off
 from server.http.unknown_fields import quoted
@@ -396,12 +396,8 @@ class Conversation(TemplateFields):
         )
 
 
-class TemplateBody(Conversation):
+class TemplateBody(Named, Conversation):
     """The body of POST /apply-template. Null is the default of every field but `messages`."""
-
-    model: fields.Name | None = None
-    """A name that GET /v1/models lists, or what --model was given; `dummy`, `tgi` and "" too.
-    Default: the served model."""
 
 
 class ChatBody(Conversation, ChatSlotFields, GenerationBody):

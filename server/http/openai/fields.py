@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from server.generation.generation import Generation
 from server.generation.request import Request
 from server.http import fields
-from server.http.fields import Body, Format, LimitedBody, SamplingBody, default
+from server.http.fields import Body, Format, LimitedBody, Named, SamplingBody, default
 from server.text.jobs import Spell
 from server.text.service import Kind, Source
 
@@ -77,12 +77,9 @@ class StructuredOutputs(Body):
         return given[0]
 
 
-class GenerationBody(SamplingBody, LimitedBody):
+class GenerationBody(Named, SamplingBody, LimitedBody):
     """Fields of both completions and chat."""
 
-    model: fields.Name | None = None
-    """A name that GET /v1/models lists, or what --model was given; `dummy`, `tgi` and "" too.
-    Default: the served model."""
     temperature: float | None = Field(default=None, ge=0, le=2)
     """Divides the logits before sampling. 0: always the most likely token (greedy). Default: the
     checkpoint's generation_config.json, else 1.0; the defaults of `top_k`, `top_p`, `min_p`,

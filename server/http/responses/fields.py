@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from server.http import fields
 from server.http.body import check
-from server.http.fields import Body
+from server.http.fields import Body, Named
 from server.http.openai import chat_fields
 from server.http.openai.chat_fields import FunctionName
 
@@ -256,11 +256,9 @@ class Reasoning(Body):
     """Accepted: thoughts are shown as they are."""
 
 
-class ResponsesBody(Body):
+class ResponsesBody(Named):
     """The body of POST /v1/responses."""
 
-    model: fields.Name | None = None
-    """A name that GET /v1/models lists."""
     input: Items
     """A text, or the items of a conversation. 1 to 1024 items."""
     instructions: fields.Text | None = None
