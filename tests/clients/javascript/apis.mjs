@@ -95,6 +95,16 @@ async function list_show_ps() {
   assert((await ollama.version()).version);
 }
 
+async function systemone() {
+  const criteria = { kitchen: null, hall: null };
+  const room = { type: "choice", instructions: "Which room is it?", criteria };
+  const dark = { type: "noul", instructions: "It is dark." };
+  const state = { text: "The kitchen is dark." };
+  const { answers } = await ollama.systemone({ model, state, questions: { room, dark } });
+  assert(Object.keys(criteria).includes(answers.room.choice));
+  assert(answers.dark.noul >= 0 && answers.dark.noul <= 1);
+}
+
 async function abort() {
   const parts = await ollama.generate({ model, prompt: "a", options: {}, stream: true });
   const error = await refusal(
@@ -233,7 +243,7 @@ async function openai_errors() {
 const chats = [generate, chat, tools, format];
 const asked = [responses_and_stream, parse, chat_completions];
 await run([
-  ["ollama", [...chats, embed, list_show_ps, abort, ollama_errors]],
+  ["ollama", [...chats, embed, list_show_ps, systemone, abort, ollama_errors]],
   ["@langchain/ollama", [invoke_and_stream, structured, bound_tools, embed_documents]],
   ["@anthropic-ai/sdk", [messages_and_stream, count_tokens, anthropic_errors]],
   ["openai", [...asked, openai_embeddings, openai_errors]],

@@ -100,6 +100,15 @@ def test_a_format_is_followed(client: ollama.Client, form: Any) -> None:
     assert isinstance(json.loads(text or ""), dict if form == "json" else list)
 
 
+def test_questions_by_ids(client: ollama.Client) -> None:
+    room: Any = {"type": "choice", "instructions": "Which room?", "criteria": {"hall": None}}
+    dark: Any = {"type": "noul", "instructions": "It is dark."}
+    answers = client.systemone(
+        "embedded", "The hall is dark.", {"room": room, "dark": dark}
+    ).answers
+    assert answers["room"].choice == "hall" and 0 <= answers["dark"].noul <= 1  # type: ignore[union-attr]
+
+
 def test_log_probabilities(client: ollama.Client) -> None:
     answer = client.chat(
         "embedded", WEATHER[:1], logprobs=True, top_logprobs=2, options=GREEDY | {"num_predict": 3}
