@@ -185,10 +185,6 @@ class NamedTool(Body):
     namespace: fields.Name = ""
     """That of the function."""
 
-    def in_chat(self) -> dict[str, Any]:
-        """The same in /v1/chat/completions."""
-        return {"type": "function", "function": {"name": qualified(self.namespace, self.name)}}
-
 
 class ChosenTools(Body):
     """The function that has to be called, or the functions that may be."""
@@ -207,9 +203,13 @@ class ChosenTools(Body):
     def in_chat(self) -> dict[str, Any]:
         """The same in /v1/chat/completions."""
         if self.type == "function":
-            return NamedTool.in_chat(self)  # type: ignore[arg-type]
-        tools = [tool.in_chat() for tool in self.tools if tool.type == "function"]
+            return _named(self)
+        tools = [_named(tool) for tool in self.tools if tool.type == "function"]
         return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": tools}}
+
+
+def _named(tool: NamedTool | ChosenTools) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": qualified(tool.namespace, tool.name)}}
 
 
 ToolChoice = Annotated[

@@ -37,7 +37,6 @@ class ResponsesReply(Reply):
         generation: Generation,
         streams: OpenStreams,
     ) -> None:
-        self.body = body
         self.codec = generation.codec
         self.streams = streams
         self.num_top = body.chat.num_top
@@ -60,7 +59,12 @@ class ResponsesReply(Reply):
         given = body.model_dump(
             include={"instructions", "max_output_tokens", "temperature", "top_p", "reasoning"}
         )
-        named = body.model_dump(by_alias=True, exclude_none=True, include={"tools", "text"})
+        named = body.model_dump(
+            by_alias=True,
+            exclude_unset=True,
+            exclude_none=True,
+            include={"tools", "tool_choice", "text"},
+        )
         self.head: dict[str, Any] = {
             "id": f"resp_{self.id}",
             "object": "response",
@@ -68,7 +72,7 @@ class ResponsesReply(Reply):
             "model": model,
             "error": None,
             "tools": [],
-            "tool_choice": body.model_dump(include={"tool_choice"})["tool_choice"] or "auto",
+            "tool_choice": "auto",
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "text": {"format": {"type": "text"}},
             "truncation": "disabled",
