@@ -41,4 +41,3 @@ class EngineOptions:
     speculation: str = "none"
     draft: str = ""
     """Folder of the model that drafts tokens, with `speculation` draft."""
-    serve_pooled: bool = False

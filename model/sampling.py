@@ -8,7 +8,6 @@ Shape letters: S rows that sample, F rows that need more, V vocabulary, N tokens
 request, or settings of a row, R results of a row.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from math import inf, isfinite
@@ -31,16 +30,10 @@ from model.draw_words import (
 )
 from model.step import Sample, SampledToken, SampleError
 
-log = logging.getLogger("onehead.engine")
-
 NOT_FINITE = SampleError("the logits of this request are not finite", code="numerical_error")
 NOT_FINITE_STATES = SampleError(
     "a numerical error: the model's states for this request are not finite", code="numerical_error"
 )
-NOT_SAMPLED = SampleError(
-    "an internal error in drawing this request's token", code="sampling_error"
-)
-FAILED = "the token of one sequence could not be drawn; only its request fails"
 NOTHING_ALLOWED = SampleError(
     "allowed_token_ids, bad_words, min_tokens or its grammar exclude every token", refused=True
 )
@@ -94,8 +87,7 @@ def begin_draw(
     Log-probabilities are the model's own, before penalties, temperature and filters.
 
     A row without a finite largest logit (NaN, infinity, every token forbidden) draws nothing: its
-    token would be noise. Nor does a row whose sampling raises an unexpected error; the others draw
-    what they would have drawn. Raises MemoryError, and the error of a broken device.
+    token would be noise.
     """
     if captured is None and (draws := device.row_draws(*logits_SV.shape)) is not None:
         settings = (
@@ -114,15 +106,12 @@ def begin_draw(
                 i: sample for i, sample in chain(enumerate(known), listed) if needs_more(sample)
             }
         return KernelDrawn(device, logits_SV, special, drawn_S, captured)
-    parts = _parts(
+    drawn = TorchDrawn(
         device, logits_SV, samples if decode is None else [*decode.current_samples(), *samples]
     )
     if drawn_S is not None:
-        zero = torch.zeros(1, dtype=torch.long, device=device.torch_device)
-        drawn_S[: len(logits_SV)].copy_(
-            torch.cat([part.tokens_S if isinstance(part, _Part) else zero for part in parts])
-        )
-    return TorchDrawn(parts)
+        drawn_S[: len(logits_SV)].copy_(drawn.tokens_S)
+    return drawn
 
 
 class KernelDrawn:
@@ -143,7 +132,6 @@ class KernelDrawn:
         self._special = special
         self._drawn_S = drawn_S
         self._captured = captured
-        self._failed: list[int] = []
         if special and (
             again := [
                 i for i, sample in special.items() if is_adjusted(sample) or is_filtered(sample)
@@ -165,28 +153,17 @@ class KernelDrawn:
 
     def _redraw(self, rows: list[int]) -> None:
         samples, (draws, settings) = [self._special[i] for i in rows], self._captured
-        try:
-            adjusted_FV = None
-            typical = [i for i, sample in enumerate(samples) if is_typical(sample)]
-            if typical or any(map(is_adjusted, samples)):
-                adjusted_FV = self._logits_SV[self._device.upload(rows)].float()
-                adjust(self._device, adjusted_FV, samples)
-                if typical:
-                    index = self._device.upload(typical)
-                    adjusted_FV[index] = _restrict(
-                        self._device, adjusted_FV[index], [samples[i] for i in typical]
-                    )
-            draws.redraw(self._logits_SV, settings, self._drawn_S, rows, samples, adjusted_FV)
-        except (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError):
-            raise
-        except Exception:
-            self._device.raise_if_broken()
-            if len(rows) > 1:
-                for row in rows:
-                    self._redraw([row])
-                return
-            log.exception(FAILED)
-            self._failed += rows
+        adjusted_FV = None
+        typical = [i for i, sample in enumerate(samples) if is_typical(sample)]
+        if typical or any(map(is_adjusted, samples)):
+            adjusted_FV = self._logits_SV[self._device.upload(rows)].float()
+            adjust(self._device, adjusted_FV, samples)
+            if typical:
+                index = self._device.upload(typical)
+                adjusted_FV[index] = _restrict(
+                    self._device, adjusted_FV[index], [samples[i] for i in typical]
+                )
+        draws.redraw(self._logits_SV, settings, self._drawn_S, rows, samples, adjusted_FV)
 
     def read(self) -> list[SampledToken | SampleError]:
         results = self._results_SR.numpy()
@@ -201,48 +178,13 @@ class KernelDrawn:
         outcomes = list(
             map(_outcome, tokens, logprobs, *results[:, 2:4].view(np.float32).T.tolist(), tops)
         )
-        for row in self._failed:
-            outcomes[row] = NOT_SAMPLED
         for row in (states & 1 == 0).nonzero()[0].tolist():
             outcomes[row] = NOT_FINITE_STATES
         return outcomes
 
 
 class TorchDrawn:
-    """Draws of torch's operations. What failed is an error for one row."""
-
-    def __init__(self, parts: "Sequence[_Part | SampleError]") -> None:
-        self._parts = parts
-
-    def read(self) -> list[SampledToken | SampleError]:
-        return [
-            outcome
-            for part in self._parts
-            for outcome in (part.read() if isinstance(part, _Part) else [part])
-        ]
-
-
-def _parts(
-    device: Device, logits_SV: Tensor, samples: Sequence[Sample]
-) -> "list[_Part | SampleError]":
-    try:
-        return [_Part(device, logits_SV, samples)]
-    except (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError):
-        raise
-    except Exception:
-        device.raise_if_broken()
-        if len(samples) == 1:
-            log.exception(FAILED)
-            return [NOT_SAMPLED]
-        return [
-            part
-            for i, sample in enumerate(samples)
-            for part in _parts(device, logits_SV[i : i + 1], [sample])
-        ]
-
-
-class _Part:
-    """Rows that are drawn together. Nothing here waits for the device before `read`."""
+    """Draws of torch's operations. Nothing here waits for the device before `read`."""
 
     def __init__(self, device: Device, logits_SV: Tensor, samples: Sequence[Sample]) -> None:
         logits_SV = logits_SV.float()

@@ -256,11 +256,6 @@ class EngineSection(Section):
         description="smaller model with the same vocabulary, named as --model is, for "
         "engine.speculation draft, on a CPU; its cache takes an eighth of cache.memory",
     )
-    serve_pooled: bool = Field(
-        False,
-        description="serve a converted checkpoint whose heads were only pooled, and not trained "
-        "since",
-    )
 
     @model_validator(mode="after")
     def _budget_covers_the_running(self) -> "EngineSection":

@@ -1,5 +1,4 @@
-"""The record that `onehead convert` leaves in a checkpoint folder, which decides whether the model
-is served.
+"""The record that `onehead convert` leaves in a checkpoint folder, of which a server warns.
 
 `onehead_conversion` in config.json says what was done. It knows nothing of weights and torch.
 """
@@ -20,6 +19,6 @@ def only_pooled(folder: Path) -> str | None:
         return None
     heads = conversion.integer("heads")
     return (
-        f"{folder}: its {heads} key/value heads were pooled into one, and the model was not "
+        f"{folder}: its {heads} key/value heads were averaged into one, and the model was not "
         "trained since"
     )

@@ -9,10 +9,9 @@ that names the file. It knows no keys, no torch, and not what a missing file mea
 import json
 import os
 import stat
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from model.checkpoint.names import Entry
 from model.spec import CheckpointError
@@ -139,31 +138,6 @@ class TensorFile:
     path: Path
     entries: dict[str, Stored]
     header_bytes: int
-
-
-File = TypeVar("File", bound=TensorFile)
-
-
-def united(files: Iterable[File], most_bytes: int) -> tuple[list[File], dict[str, Stored]]:
-    """The files of one checkpoint, opened one after the other, and the tensors of all. Raises
-    CheckpointError for a name that occurs twice, and for more than MAX_TENSORS tensors or
-    `most_bytes` of headers.
-    """
-    found: list[File] = []
-    tensors: dict[str, Stored] = {}
-    header_bytes = 0
-    for file in files:
-        header_bytes += file.header_bytes
-        if header_bytes > most_bytes or len(tensors) + len(file.entries) > MAX_TENSORS:
-            raise CheckpointError(
-                f"{file.path}: with the files before it, it has more than the {MAX_TENSORS} "
-                f"tensors and {most_bytes} bytes of headers that are read of a checkpoint"
-            )
-        for name, tensor in file.entries.items():
-            if (other := tensors.setdefault(name, tensor)) is not tensor:
-                raise CheckpointError(f"{file.path}: tensor {name} occurs in {other.path.name} too")
-        found.append(file)
-    return found, tensors
 
 
 def read_text(path: Path, most: int) -> str | None:

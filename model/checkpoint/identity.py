@@ -14,7 +14,7 @@ from pathlib import Path
 
 from model.checkpoint.config import read_json, short
 from model.checkpoint.files import MAX_TENSORS, MOST_LIST_BYTES
-from model.checkpoint.gguf.split import gguf_in, part_paths
+from model.checkpoint.gguf.header import gguf_in
 from model.checkpoint.pooling import pooled_files
 from model.spec import CheckpointError, ModelSpec
 
@@ -81,7 +81,7 @@ class ModelFiles:
     def __init__(self, folder: Path, tokenizer: Path, spec: ModelSpec) -> None:
         self._spec = spec
         if (path := gguf_in(folder)) is not None:
-            weights = part_paths(path)
+            weights = [path]
         else:
             names = [*weight_files(folder)[0], *pooled_files(spec.pooling)]
             weights = [folder / name for name in names]

@@ -6,7 +6,7 @@ finished weights and one block more for each thread.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import reduce
@@ -25,14 +25,14 @@ from model.checkpoint.families import weight_names as names_of
 from model.checkpoint.files import (
     KINDS,
     LFS,
+    MAX_TENSORS,
     MOST_CONFIG_BYTES,
     Stored,
     first_bytes,
     read_text,
-    united,
 )
+from model.checkpoint.gguf.header import MAX_LISTED, gguf_in
 from model.checkpoint.gguf.repack import kept_in, repack, repacks
-from model.checkpoint.gguf.split import MAX_LISTED, gguf_in
 from model.checkpoint.gguf.weights import GGUFWeights
 from model.checkpoint.identity import INDEX, SINGLE, file_digest, weight_files
 from model.checkpoint.mapped import MappedRows
@@ -79,7 +79,7 @@ class Checkpoint:
             self.files = dict.fromkeys(weights.entries, weights)
             return
         names, index = weight_files(folder)
-        files, tensors = united((_opened(folder, name) for name in names), MAX_HEADERS_BYTES)
+        files, tensors = _united(_opened(folder, name) for name in names)
         for name, file_name in index.items():
             if name not in tensors or tensors[name].path.name != file_name:
                 raise CheckpointError(
@@ -173,6 +173,30 @@ def _opened(folder: Path, name: str) -> SafetensorsFile:
     if not (folder / name).is_file():
         raise CheckpointError(f"{folder / name}: no such file{_hint(folder)}")
     return SafetensorsFile.open(folder / name)
+
+
+def _united(
+    files: Iterable[SafetensorsFile],
+) -> tuple[list[SafetensorsFile], dict[str, Stored]]:
+    """The files of one checkpoint, opened one after the other, and the tensors of all. Raises
+    CheckpointError for a name that occurs twice, and for more than MAX_TENSORS tensors or
+    MAX_HEADERS_BYTES of headers.
+    """
+    found: list[SafetensorsFile] = []
+    tensors: dict[str, Stored] = {}
+    header_bytes = 0
+    for file in files:
+        header_bytes += file.header_bytes
+        if header_bytes > MAX_HEADERS_BYTES or len(tensors) + len(file.entries) > MAX_TENSORS:
+            raise CheckpointError(
+                f"{file.path}: with the files before it, it has more than the {MAX_TENSORS} "
+                f"tensors and {MAX_HEADERS_BYTES} bytes of headers that are read of a checkpoint"
+            )
+        for name, tensor in file.entries.items():
+            if (other := tensors.setdefault(name, tensor)) is not tensor:
+                raise CheckpointError(f"{file.path}: tensor {name} occurs in {other.path.name} too")
+        found.append(file)
+    return found, tensors
 
 
 def _prefixed(file: SafetensorsFile, prefix: str) -> SafetensorsFile:

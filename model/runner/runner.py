@@ -122,9 +122,7 @@ class ModelRunner:
         # stays taken.
         steps = 0 if options.pages else _step_bytes(decoder, device, options, layout)
         free = device.memory()[0] - steps
-        num_pages = options.pages or _pages_that_fit(
-            layout, page_bytes, options, device, free, spec.is_whole
-        )
+        num_pages = options.pages or _pages_that_fit(layout, page_bytes, options, device, free)
         if layout.most_tokens(num_pages, options.step_tokens, options.max_context) < 1:
             allowed = (
                 f"cache.pages is {num_pages}"
@@ -547,16 +545,10 @@ def _check_options(spec: ModelSpec, options: EngineOptions, device: Device) -> N
 
 
 def _pages_that_fit(
-    layout: CacheLayout,
-    page_bytes: int,
-    options: EngineOptions,
-    device: Device,
-    free: int,
-    is_whole: bool,
+    layout: CacheLayout, page_bytes: int, options: EngineOptions, device: Device, free: int
 ) -> int:
     """Pages that the options allow, and no more than max_running sequences of the longest context
-    can use at once, or those of one step where texts are computed whole. Raises MemoryError for
-    more memory than the device has.
+    can use at once. Raises MemoryError for more memory than the device has.
     """
     memory = options.memory or device.default_cache_share
     if memory > (total := device.memory()[1]):
@@ -565,9 +557,6 @@ def _pages_that_fit(
             "GiB in all; lower it"
         )
     budget = memory * free if memory <= 1.0 else memory
-    step_tokens, page_size = options.step_tokens, options.page_size
-    useful = options.max_running * layout.most_pages(options.max_context + page_size, step_tokens)
-    if is_whole:  # Of which nothing is kept from step to step.
-        most = step_tokens + 2 * options.max_running * page_size
-        useful = min(useful, layout.most_pages(most, most))
+    longest = options.max_context + options.page_size
+    useful = options.max_running * layout.most_pages(longest, options.step_tokens)
     return min(int(budget // page_bytes), useful)

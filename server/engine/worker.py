@@ -72,7 +72,8 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
     _check_files(start.options.max_running)
     # Hashed in threads while torch is imported and the weights are read.
     files = ModelFiles(folder, Path(start.tokenizer), spec)
-    _check_conversion(start, folder)
+    if (fact := only_pooled(folder)) is not None:
+        log.warning("%s; `onehead train --init %s --output NEW` trains it", fact, folder)
     max_context = _max_context(start, spec)
     step_tokens = max(start.options.step_tokens, max_context * spec.is_whole)
     options = dataclasses.replace(start.options, max_context=max_context, step_tokens=step_tokens)
@@ -111,8 +112,7 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
         if pooling and pooling.labels
         else None,
     )
-    drafts = make_drafts(runner)
-    return EngineCore(_scheduler(start, limits, runner, ready, drafts), runner), ready
+    return EngineCore(_scheduler(start, limits, runner, ready, make_drafts(runner)), runner), ready
 
 
 def _limits(runner: "ModelRunner", options: EngineOptions) -> Limits:
@@ -212,22 +212,6 @@ def _sequences(limits: Limits, max_context: int, contexts: list[int]) -> list[tu
         (context, limits.layout.sequences(limits.num_pages, context, limits.step_tokens))
         for context in lengths
     ]
-
-
-def _check_conversion(start: protocol.Start, folder: Path) -> None:
-    """Refuses a pooled checkpoint, one whose key/value heads were merged into one without training,
-    unless engine.serve_pooled is set.
-    """
-    fact = only_pooled(folder)
-    if fact is None:
-        return
-    if not start.options.serve_pooled:
-        way_out = (
-            f"`onehead train --init {folder} --output NEW` trains it; --engine.serve_pooled "
-            "true serves it as it is"
-        )
-        raise CheckpointError(f"{fact}; {way_out}")
-    log.warning("%s; it is served because engine.serve_pooled is true", fact)
 
 
 def _same_model(start: protocol.Start, digest: str) -> str:

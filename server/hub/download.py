@@ -18,10 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from model.checkpoint.gguf.header import check_whole
 from model.spec import CheckpointError
 from server.config import EngineSettings
 from server.errors import ConfigurationError, OneheadError, ResourceError
-from server.hub.gguf_file import checkpoint_folder, gguf_names, listed, parts_of
+from server.hub.gguf_file import checkpoint_folder, gguf_names, listed
 from server.hub.tokenizer_file import DESCRIPTIONS, VOCABULARIES, tokenizer_path
 
 REPOSITORY = re.compile(
@@ -170,14 +171,14 @@ class Repository:
         return self.fetch(POOLED, []) if (folder / "modules.json").is_file() else folder
 
     def fetch_gguf(self, name: str) -> Path:
-        """The cached path of a GGUF file after a download of it, and of all parts if it is split.
-        Raises ConfigurationError, ResourceError or CheckpointError.
+        """The cached path of a GGUF file after a download of it. Raises ConfigurationError,
+        ResourceError or CheckpointError.
         """
-        parts = parts_of(name)
-        folder = self.fetch([glob.escape(part) for part in parts], [])
-        if missing := [part for part in parts if not (folder / part).is_file()]:
+        check_whole(Path(name))
+        folder = self.fetch([glob.escape(name)], [])
+        if not (folder / name).is_file():
             raise ConfigurationError(
-                f"{self._full_name}:{missing[0]}: no such file; there is "
+                f"{self._full_name}:{name}: no such file; there is "
                 f"{listed(gguf_names(self._names(folder)))}"
             )
         return folder / name

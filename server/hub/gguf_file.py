@@ -1,9 +1,9 @@
 """`--model FILE.gguf`: makes a checkpoint folder of a GGUF file, once, in the cache, so that
 everything else sees a folder.
 
-The folder has links to the file or to all its parts, and the config.json and the tokenizer's files
-that are made of its header. Invariant: its name covers the state of every part, so that another
-file under the same path gets another folder. It knows nothing of what a header holds.
+The folder has a link to the file, and the config.json and the tokenizer's files that are made of
+its header. Invariant: its name covers the state of the file, so that another file under the same
+path gets another folder. It knows nothing of what a header holds.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from model.checkpoint.gguf.folder import write
-from model.checkpoint.gguf.split import MAX_LISTED, SUFFIX, gguf_in, part_paths
+from model.checkpoint.gguf.header import MAX_LISTED, SUFFIX, gguf_in
 from server.config import cache_folder
 from server.errors import ConfigurationError, ResourceError
 
@@ -35,27 +35,21 @@ def checkpoint_folder(model: Path) -> Path:
         file = _gguf_file(model)
         if file is None:
             return model
-        parts = part_paths(file.absolute())
-        stem = parts[0].name.removesuffix(SUFFIX).removesuffix(f"-00001-of-{len(parts):05}")
-        folder = cache_folder() / "gguf" / _digest(parts) / stem
+        file = file.absolute()
+        folder = cache_folder() / "gguf" / _digest(file) / file.name.removesuffix(SUFFIX)
     except OSError as error:
         raise ConfigurationError(f"{error.filename}: {error.strerror}") from None
     try:
         if not folder.is_dir():
-            _make(parts, folder)
+            _make(file, folder)
     except OSError as error:
         raise ResourceError(f"{error.filename or folder}: {error.strerror}; {HINT}") from None
     return folder
 
 
-def parts_of(name: str) -> list[str]:
-    """The names of all parts of the checkpoint to which a file belongs. Raises CheckpointError."""
-    return [str(path) for path in part_paths(Path(name))]
-
-
 def gguf_names(files: list[str]) -> list[str]:
-    """Of some names of files those of GGUF checkpoints; of a split one its first part."""
-    return sorted({parts_of(name)[0] for name in files if name.endswith(SUFFIX)})
+    """Of some names of files those of GGUF files."""
+    return sorted(name for name in files if name.endswith(SUFFIX))
 
 
 def listed(names: list[str]) -> str:
@@ -77,30 +71,27 @@ def _gguf_file(model: Path) -> Path | None:
     return model if model.is_file() or model.suffix == SUFFIX else None
 
 
-def _digest(parts: list[Path]) -> str:
-    """The cache key: the parts' places, and what changes when one is replaced or written to. Raises
+def _digest(file: Path) -> str:
+    """The cache key: the file's place, and what changes when it is replaced or written to. Raises
     OSError.
     """
-    whole = hashlib.sha256(CONVERSION.encode())
-    for path in parts:
-        found = path.stat()
-        state = found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-        whole.update(f"\0{path.name}\0{path.resolve()}\0{state}".encode())
-    return whole.hexdigest()
+    found = file.stat()
+    state = found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    key = f"{CONVERSION}\0{file.name}\0{file.resolve()}\0{state}"
+    return hashlib.sha256(key.encode()).hexdigest()
 
 
-def _make(parts: list[Path], folder: Path) -> None:
-    """Makes the folder with links to the parts and what is written from their header, atomically.
+def _make(file: Path, folder: Path) -> None:
+    """Makes the folder with a link to the file and what is written from its header, atomically.
     Raises CheckpointError or OSError.
     """
-    log.info("%s: reading its header", parts[0])
+    log.info("%s: reading its header", file)
     folder.parent.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent.parent, ignore_cleanup_errors=True) as work:
         made = Path(work, "whole", folder.name)
         made.mkdir(parents=True)
-        for path in parts:
-            (made / f"{path.name.removesuffix(SUFFIX)}{SUFFIX}").symlink_to(path.resolve())
-        write(parts[0], made)
+        (made / f"{made.name}{SUFFIX}").symlink_to(file.resolve())
+        write(file, made)
         try:
             made.parent.rename(folder.parent)
         except OSError:

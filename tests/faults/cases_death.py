@@ -185,9 +185,10 @@ def hangs_in_a_step(scene: Scene, how: str) -> None:
     assert scene.server.restarts == 1
 
 
-def poison(scene: Scene, count: int, after: int) -> None:
+def poison(scene: Scene, count: int, after: int, how: str = "die") -> None:
     """The requests that run beside it finish; it is tried alone twice, and no third time."""
-    scene.start(rules=(Rule("die", marker=POISON, after=after),))
+    scene.traces = how != "die"
+    scene.start(rules=(Rule(how, marker=POISON, after=after),))
     sound = scene.ask_all(scene.asks(8, 60))
     poisonous = [
         Ask(f"{POISON}{number}", 60, dialect="openai", stream=number % 2 == 0)
@@ -242,6 +243,7 @@ CASES = [
     Case("F06", "a request that kills at once", poison, (1, 0)),
     Case("F06", "a request that kills after five tokens", poison, (1, 5)),
     Case("F06", "two of them", poison, (2, 0)),
+    Case("F06", "a request whose sampling fails", poison, (1, 4, "sampling_fails")),
     Case("F08", "the device is broken", broken_device),
 ]
 

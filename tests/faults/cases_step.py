@@ -58,11 +58,6 @@ def one_fails(
     assert len(sound) == 8 and scene.server.engine_pid == engine and scene.server.restarts == 0
 
 
-def sampling_fails(scene: Scene) -> None:
-    scene.traces = True
-    one_fails(scene, Rule("sampling_fails", marker=MARKED, after=4), "sampling_error", before=4)
-
-
 def grammar_fails(scene: Scene) -> None:
     scene.traces = True
     grammar: dict[str, object] = {
@@ -140,7 +135,6 @@ CASES = [
     ),
     Case("F09", "NaN in the logits of a row", one_fails, (NAN_LOGITS, "numerical_error", None, 4)),
     Case("F09", "NaN in the cache of a row", one_fails, (NAN_PAGES, "numerical_error", None, 4)),
-    Case("F10", "sampling of a row fails", sampling_fails),
     Case("F10", "grammar of a row fails", grammar_fails),
     Case("F10", "detokenizer of a row fails", detokenizer_fails),
     Case("F22", "preemption in a tiny pool", few_pages),

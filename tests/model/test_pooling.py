@@ -16,7 +16,7 @@ import torch
 
 from model.checkpoint.families import read_spec
 from model.checkpoint.gguf.config import config_of
-from model.checkpoint.gguf.split import GGUF
+from model.checkpoint.gguf.header import GGUFFile
 from model.checkpoint.identity import ModelFiles
 from model.devices import create_backend
 from model.options import EngineOptions
@@ -69,7 +69,7 @@ def vectors(runner: ModelRunner, prompts: list[list[int]], whole: bool = True) -
 def convert(source: Path, folder: Path, **changes: Any) -> None:
     """Makes a folder with a GGUF file of an embedder's."""
     write_gguf(source, folder / "m.gguf", **changes)
-    (folder / "config.json").write_text(json.dumps(config_of(GGUF.open(folder / "m.gguf"))))
+    (folder / "config.json").write_text(json.dumps(config_of(GGUFFile.open(folder / "m.gguf"))))
 
 
 def texts(seed: int = 0) -> list[list[int]]:

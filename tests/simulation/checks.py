@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 CODES = {
     "nan": "numerical_error",
-    "sampling": "sampling_error",
+    "excluded": "refused",
     "memory": "out_of_memory",
     "grammar": "grammar_error",
     "refuse": "refused",
     "admission": "admission_error",
 }
-AT_A_DRAW = ("nan", "sampling", "memory")
+AT_A_DRAW = ("nan", "excluded", "memory")
 
 
 def oracle(choice: Choice, windows: bool) -> list[int]:

@@ -40,7 +40,10 @@ if TYPE_CHECKING:
 
 NEVER = 10**9
 KILLED = -9
-CAUSES = {"nan": "numerical_error", "sampling": "sampling_error"}
+CAUSES = {
+    "nan": SampleError("nan", code="numerical_error"),
+    "excluded": SampleError("excluded", refused=True),
+}
 GARBAGE = (b"\xc1", b"", protocol.encode(protocol.Cancel(1)), b"\x93\xa5Beats\x01")
 
 
@@ -270,7 +273,7 @@ class FaultyRunner(Immediate):
                 else self.engine.world.choices[row.sequence].fails_at - row.sample.index
             )
             if fault in CAUSES and place <= len(accepted.get(i, ())):
-                drawn[i] = SampleError(fault, code=CAUSES[fault])
+                drawn[i] = CAUSES[fault]
                 accepted[i] = accepted.get(i, ())[:place]
         return replace(result, drawn=tuple(drawn), accepted=accepted)
 

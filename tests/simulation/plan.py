@@ -30,7 +30,7 @@ left out, left out, duplicated, batched, late, lost submits, suspects, suspects
 """
 WORLD_FAULTS = "jump, stop, pause"
 REQUEST_FAULTS = """
-nan, nan, sampling, memory, grammar, refuse, admission, poison: kills, poison: enters,
+nan, nan, excluded, memory, grammar, refuse, admission, poison: kills, poison: enters,
 poison: hangs, poison: crashes
 """
 

@@ -45,7 +45,7 @@ killed: between two operations; killed: over several; killed: twice; killed: whi
 load: slow; mask: waited for; memory: a step row by row; outcome: admission_error; outcome: cancelled;
 outcome: engine_unavailable; outcome: finished;
 outcome: grammar_error; outcome: numerical_error; outcome: out_of_memory; outcome: refused; outcome: request_quarantined;
-outcome: sampling_error; outcome: server_shutting_down; path: a gap; path: a suspect alone; path: an event from the future;
+outcome: server_shutting_down; path: a gap; path: a suspect alone; path: an event from the future;
 path: killed, it showed no progress; path: killed, it skipped tokens of; path: killed,
 it was not loaded; path: expired;
 path: given up; path: preempted for another client;

@@ -35,7 +35,6 @@ from rich.table import Table
 from model.checkpoint.families import spec_of
 from model.checkpoint.gguf.config import config_of
 from model.checkpoint.gguf.header import GGUFFile
-from model.checkpoint.gguf.split import GGUF
 from model.checkpoint.gguf.types import BLOCK_TYPES
 from model.checkpoint.weights import load_decoder
 from model.spec import CheckpointError
@@ -174,7 +173,6 @@ def _key(parts: Parts, rng: random.Random) -> None:
     keys = [
         "general.alignment",
         "split.count",
-        "split.no",
         "general.type",
         "llama.expert_count",
         "llama.rope.scaling.type",
@@ -312,7 +310,7 @@ def load(path: Path) -> str:
     AssertionError if the `gguf` package reads another one.
     """
     try:
-        found = GGUF.open(path)
+        found = GGUFFile.open(path)
         config = config_of(found)
         (path.parent / "config.json").write_text(json.dumps(config))
         load_decoder(
@@ -328,7 +326,7 @@ def load(path: Path) -> str:
     resource.setrlimit(resource.RLIMIT_AS, (resource.getrlimit(resource.RLIMIT_AS)[1],) * 2)
     data = path.read_bytes()
     for item in GGUFReader(path).tensors:
-        entry = found.tensors[item.name]
+        entry = found.entries[item.name]
         assert (entry.dtype, entry.shape) == (
             item.tensor_type.name,
             tuple(item.shape.tolist()[::-1]),

@@ -14,7 +14,6 @@ from model.devices.gpu.device import GpuDevice
 from model.draw_words import NUM_SETTINGS, settings_SN
 from model.sampling import (
     NOT_FINITE,
-    NOT_SAMPLED,
     NOTHING_ALLOWED,
     KernelDrawn,
     begin_draw,
@@ -223,16 +222,6 @@ def test_states_that_are_not_finite_are_told_of_their_own_row() -> None:
             assert (draws.results_SR[:4, 4] & 1).tolist() == [1, 1, 0, 1]
         draws.draw(logits_SV, settings, None, states_SD)
         assert (draws.results_SR[:4, 4] & 1).all()
-
-
-def test_a_row_whose_sampling_raises_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
-    samples = [Sample(Sampling(top_p=0.9, seed=seed), (), ()) for seed in range(4)]
-    logits_SV = random_logits(4, 40)
-    expected = draw(GPU, logits_SV, samples)
-    samples[2] = Sample(Sampling(top_p=0.9, logit_bias={2**40: 1.0}), (), ())
-    found = draw(GPU, logits_SV, samples)
-    assert found[2] == NOT_SAMPLED and found[:2] + found[3:] == expected[:2] + expected[3:]
-    assert "could not be drawn" in caplog.text
 
 
 def test_the_likeliest_tokens_are_reported_as_on_a_cpu() -> None:

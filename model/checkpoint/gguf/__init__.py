@@ -2,7 +2,7 @@
 quantization blocks.
 """
 
-# Contract: split.GGUF.open(path) checks a file, or all parts of a split one, and gives `metadata`
-# and the place of each tensor; header and split import neither torch nor numpy. folder.py writes
-# what is made of the metadata (config.config_of, tokenizer), once for each state of a file;
-# weights.GGUFWeights is the Reader of the tensors under Hugging Face's names.
+# Contract: header.GGUFFile.open(path) checks a file and gives `metadata` and the place of each
+# tensor; header imports neither torch nor numpy. folder.py writes what is made of the metadata
+# (config.config_of, tokenizer), once for each state of a file; weights.GGUFWeights is the Reader of
+# the tensors under Hugging Face's names.

@@ -13,7 +13,7 @@ from typing import Any
 
 from model.checkpoint.config import MOST, Config, short
 from model.checkpoint.files import Stored
-from model.checkpoint.gguf.split import GGUF
+from model.checkpoint.gguf.header import GGUFFile
 from model.checkpoint.pooling import IN_FILE, IN_FILE_LAYERS
 from model.spec import CheckpointError
 
@@ -44,14 +44,14 @@ rope.scaling.attn_factor 1    expert_count 0
 class Metadata(Config):
     """The keys of an architecture, read by their names after its own and a dot."""
 
-    def __init__(self, gguf: GGUF) -> None:
-        self.tensors, prefix = gguf.tensors, f"{architecture_of(gguf)}."
+    def __init__(self, gguf: GGUFFile) -> None:
+        self.tensors, prefix = gguf.entries, f"{architecture_of(gguf)}."
         own = (key for key in gguf.metadata if key.startswith(prefix))
         values = {key.removeprefix(prefix): gguf.metadata[key] for key in own}
         super().__init__(values, str(gguf.path), prefix)
 
 
-def architecture_of(gguf: GGUF) -> str:
+def architecture_of(gguf: GGUFFile) -> str:
     """The architecture that the metadata name. Raises CheckpointError for one that is not
     served.
     """
@@ -62,7 +62,7 @@ def architecture_of(gguf: GGUF) -> str:
     return found
 
 
-def config_of(gguf: GGUF) -> dict[str, Any]:
+def config_of(gguf: GGUFFile) -> dict[str, Any]:
     """The config.json of a GGUF checkpoint, without ids of tokens. Raises CheckpointError naming
     the file and the key that does not fit.
     """
@@ -81,7 +81,7 @@ def config_of(gguf: GGUF) -> dict[str, Any]:
     config = _FAMILIES[architecture_of(gguf)](metadata)
     for key in _HARMLESS:
         metadata.get(key)
-    dtype = _DTYPES.get(gguf.tensors[EMBEDDING].dtype, "float32")
+    dtype = _DTYPES.get(gguf.entries[EMBEDDING].dtype, "float32")
     config |= {"torch_dtype": dtype, "tie_word_embeddings": HEAD not in metadata.tensors}
     for key in metadata.unread():
         value = metadata.values[key]

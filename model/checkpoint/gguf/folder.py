@@ -10,7 +10,7 @@ from pathlib import Path
 from model.checkpoint.config import Config
 from model.checkpoint.families import spec_of
 from model.checkpoint.gguf.config import config_of
-from model.checkpoint.gguf.split import GGUF
+from model.checkpoint.gguf.header import GGUFFile
 from model.checkpoint.gguf.tokenizer import generation_config, tokenizer_config, tokenizer_json
 from model.spec import CheckpointError
 
@@ -25,13 +25,13 @@ def write(file: Path, folder: Path) -> None:
     """Writes config.json and what is made of the tokenizer's metadata. Raises CheckpointError
     naming the GGUF file and the key, or OSError.
     """
-    gguf = GGUF.open(file)
+    gguf = GGUFFile.open(file)
     contents = {"config.json": config_of(gguf)}
     try:
         spec_of(file, contents["config.json"], warn=False)
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}") from None  # Of the family, which knows no file.
-    metadata = Config(gguf.metadata, str(gguf.path))
+    metadata = Config(gguf.metadata, str(file))
     for name, content in (contents | {k: make(metadata) for k, make in TOKENIZER.items()}).items():
         text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
         (folder / name).write_text(text, encoding="utf-8")

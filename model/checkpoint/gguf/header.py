@@ -7,6 +7,7 @@ no torch, and knows nothing of models and of the meaning of keys.
 """
 
 import os
+import re
 import stat
 from dataclasses import dataclass
 from math import prod
@@ -17,6 +18,7 @@ from model.checkpoint.files import (
     MAX_TENSORS,
     Stored,
     TensorFile,
+    first_bytes,
     open_without_waiting,
     other_kind,
 )
@@ -24,12 +26,44 @@ from model.checkpoint.gguf.metadata import Cursor, Value, read_metadata
 from model.checkpoint.gguf.types import BLOCK_TYPES, BY_NAME, OTHERS, BlockType
 from model.spec import CheckpointError
 
+SUFFIX = ".gguf"
+MAX_LISTED = 20
+"""The most names of files in a message."""
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 2**25
 """Twice the tokens and merges of the largest published vocabularies."""
 MAX_DIMENSIONS = 4
 ALIGNMENT, ALIGNMENTS = "general.alignment", [2**power for power in range(3, 17)]
+MERGED = "parts; `llama-gguf-split --merge FIRST_PART NEW.gguf`, of llama.cpp, joins them"
+_PART = re.compile(r".+-\d{5}-of-(\d{5})\.gguf")
+
+
+def check_whole(path: Path) -> None:
+    """Raises CheckpointError for a file that is one part of several by its name, which llama.cpp's
+    gguf-split gives it: NAME-00001-of-00003.gguf.
+    """
+    match = _PART.fullmatch(path.name)
+    if match and (count := int(match[1])) > 1:
+        raise CheckpointError(f"{path}: is one of {count} {MERGED}")
+
+
+def gguf_in(folder: Path) -> Path | None:
+    """The one GGUF file in a folder, by the names or, where none is a GGUF file's, by the first
+    bytes of files; None if the folder has none, or safetensors files, which come first. Raises
+    CheckpointError if it has several.
+    """
+    names = sorted(path.name for path in folder.iterdir())
+    if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
+        return None
+    found = [folder / name for name in names if name.endswith(SUFFIX)]
+    found = found or [folder / n for n in names if first_bytes(folder / n).startswith(MAGIC)]
+    if len(found) > 1:
+        check_whole(found[0])
+        names = [path.name for path in found[:MAX_LISTED]]
+        expected = f"expected one, or the name of the file: {', '.join(names)}"
+        raise CheckpointError(f"{folder}: has {len(found)} GGUF files; {expected}")
+    return found[0] if found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +77,7 @@ class GGUFFile(TensorFile):
     @classmethod
     def open(cls, path: Path) -> "GGUFFile":
         """Reads and checks the header. Raises CheckpointError naming the file and its fault."""
+        check_whole(path)
         try:
             with open(path, "rb", opener=open_without_waiting) as file:
                 found = os.fstat(file.fileno())
@@ -70,6 +105,8 @@ def _file(path: Path, cursor: Cursor) -> GGUFFile:
         found = f"{num_tensors} tensors and {num_keys} metadata keys"
         raise CheckpointError(f"its header says it has {found}; read are {MAX_TENSORS} of each")
     metadata = read_metadata(cursor, num_keys)
+    if (count := metadata.get("split.count", 0)) not in (0, 1):
+        raise CheckpointError(f"is one of {short(count)} {MERGED}")
     alignment = metadata.get(ALIGNMENT, 32)
     if not isinstance(alignment, int) or alignment not in ALIGNMENTS:
         expected = f"expected a power of two from {ALIGNMENTS[0]} to {ALIGNMENTS[-1]}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from model.checkpoint.config import Config
 from model.checkpoint.files import Stored
 from model.checkpoint.gguf.config import EMBEDS, FREQUENCIES, SECOND_NORM, architecture_of
-from model.checkpoint.gguf.split import GGUF
+from model.checkpoint.gguf.header import GGUFFile
 from model.checkpoint.gguf.types import BY_NAME
 from model.spec import CheckpointError
 
@@ -85,13 +85,13 @@ _IN_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,5})\.(\w+)")
 _ROTATED = re.compile(r"\.[qk]_proj\.(weight|bias)$")
 
 
-def sources(gguf: GGUF, config: Config) -> dict[str, Source]:
+def sources(gguf: GGUFFile, config: Config) -> dict[str, Source]:
     """Hugging Face's tensor names -> where their values are. `config`: the checkpoint's
     config.json. Raises CheckpointError for tensors whose rows could not be read so.
     """
     architecture = architecture_of(gguf)
     found: dict[str, Source] = {}
-    for name, stored in gguf.tensors.items():
+    for name, stored in gguf.entries.items():
         if name == FREQUENCIES and architecture in ("llama", "gemma4"):
             continue  # Read with the config.
         theirs = _their_name(gguf, architecture, name)
@@ -111,10 +111,10 @@ def sources(gguf: GGUF, config: Config) -> dict[str, Source]:
     return found
 
 
-def _their_name(gguf: GGUF, architecture: str, name: str) -> str:
+def _their_name(gguf: GGUFFile, architecture: str, name: str) -> str:
     """The checkpoint's name of a tensor; its own where it has none."""
     outer, prefix, modules = _TABLES[architecture]
-    if architecture == "falcon" and SECOND_NORM in gguf.tensors:
+    if architecture == "falcon" and SECOND_NORM in gguf.entries:
         modules = modules | {"attn_norm": "ln_mlp"}
     module, _, kind = name.rpartition(".")
     layer = _IN_LAYER.fullmatch(module)

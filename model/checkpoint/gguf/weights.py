@@ -16,8 +16,8 @@ from torch import Tensor
 from model.checkpoint.config import NAME, Config, read_json
 from model.checkpoint.files import Stored
 from model.checkpoint.gguf.dequantize import QUANTIZED, dequantize
+from model.checkpoint.gguf.header import GGUFFile
 from model.checkpoint.gguf.names import Source, sources
-from model.checkpoint.gguf.split import GGUF
 from model.checkpoint.gguf.types import BY_NAME
 from model.checkpoint.names import Entry
 from model.checkpoint.reader import RawBlocks
@@ -30,9 +30,9 @@ class GGUFWeights:
     """The Reader of a GGUF checkpoint; its folder has the config.json that was made of it."""
 
     def __init__(self, path: Path, folder: Path) -> None:
-        self.gguf = GGUF.open(path)
-        self.path = self.gguf.path
-        self.paths = [file.path for file in self.gguf.files]
+        self.gguf = GGUFFile.open(path)
+        self.path = path
+        self.paths = [path]
         config = Config(read_json(folder / NAME), str(folder / NAME))
         self._sources = sources(self.gguf, config)
         self.entries = {name: _entry(source) for name, source in self._sources.items()}

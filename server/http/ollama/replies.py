@@ -95,9 +95,8 @@ class OllamaReply(Reply):
         return chunks if piece.finish is None else [*chunks, self._said() | self._ending()]
 
     def full_response(self) -> dict[str, Any]:
-        texts = {"text": self.output.text, "thought": ""}
-        texts["thought"] = "".join(part.text for part in self.parts.all if part.kind == "thought")
-        said = self._said(**texts, calls=self._calls(len(self.parts.all)))
+        thought = "".join(part.text for part in self.parts.all if part.kind == "thought")
+        said = self._said(self.output.text, thought, self._calls(len(self.parts.all)))
         return said | self._logprobs(self.output.tokens) | self._ending()
 
     def _calls(self, end: int) -> list[dict[str, Any]]:

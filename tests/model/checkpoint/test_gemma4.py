@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from model.checkpoint.families import read_spec, spec_of
 from model.checkpoint.gguf.config import FREQUENCIES, config_of
-from model.checkpoint.gguf.split import GGUF
+from model.checkpoint.gguf.header import GGUFFile
 from model.checkpoint.mapped import MappedRows
 from model.checkpoint.weights import load_decoder
 from model.devices import find_device
@@ -215,8 +215,8 @@ def test_a_damaged_row_of_the_table_has_no_numbers_and_the_others_are_as_they_we
     config = CONFIGS["gemma4_text"][0] | {"hidden_size_per_layer_input": 32}
     make_folder(source, config)
     write_gguf(source, folder / "m.gguf", "Q8_0")
-    opened = GGUF.open(folder / "m.gguf")
-    stored = opened.tensors["per_layer_token_embd.weight"]
+    opened = GGUFFile.open(folder / "m.gguf")
+    stored = opened.entries["per_layer_token_embd.weight"]
     table, ids = MappedRows(stored), torch.tensor([7, 8, 7])
     expected = table(ids)
     with (folder / "m.gguf").open("r+b") as file:  # The scale of a block of row 8.
@@ -244,7 +244,7 @@ def test_divisors_of_frequencies_that_do_not_fit_are_refused(
     monkeypatch.setattr("tests.support.gguf_models._factors", lambda _: {FREQUENCIES: array})
     write_gguf(tmp_path, tmp_path / "m.gguf")
     with pytest.raises(CheckpointError, match=message):
-        config_of(GGUF.open(tmp_path / "m.gguf"))
+        config_of(GGUFFile.open(tmp_path / "m.gguf"))
 
 
 @pytest.mark.parametrize(("columns", "share"), [(176, 15 / 88), (24, 0.25), (20, 1.0)])
@@ -254,7 +254,7 @@ def test_as_many_pairs_turn_as_the_file_says(columns: int, share: float, tmp_pat
     changes = {"global_head_dim": columns, "rope_parameters": rotations}
     make_folder(tmp_path, CONFIGS["gemma4_text"][0] | changes)
     write_gguf(tmp_path, tmp_path / "m.gguf")
-    rotary = spec_of(tmp_path, config_of(GGUF.open(tmp_path / "m.gguf"))).rotary
+    rotary = spec_of(tmp_path, config_of(GGUFFile.open(tmp_path / "m.gguf"))).rotary
     assert rotary is not None
     turning = [f for f in rotary.inverse_frequencies if f]
     assert len(turning) == round(share * columns / 2)
@@ -314,4 +314,4 @@ def test_a_cap_of_a_gguf_file_is_a_number(family: str, tmp_path: Path) -> None:
     make_folder(tmp_path, CONFIGS[family][0])
     write_gguf(tmp_path, tmp_path / "m.gguf", final_logit_softcapping=[1.0, 2.0])
     with pytest.raises(CheckpointError, match=r"final_logit_softcapping must be a number above 0"):
-        config_of(GGUF.open(tmp_path / "m.gguf"))
+        config_of(GGUFFile.open(tmp_path / "m.gguf"))

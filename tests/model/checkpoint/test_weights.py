@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from commands.saving import config_from_spec, save_decoder
-from model.checkpoint import files, safetensors_file, weights
+from model.checkpoint import safetensors_file, weights
 from model.checkpoint.families import read_spec
 from model.checkpoint.identity import ModelFiles, file_digest
 from model.checkpoint.weights import Checkpoint, load_decoder
@@ -293,12 +293,12 @@ def test_more_tensors_than_any_checkpoint_has_are_refused(
 ) -> None:
     path = folder / "model.safetensors"
     num_tensors = len(Checkpoint(folder).files)
-    monkeypatch.setattr(files, "MAX_TENSORS", num_tensors - 1)
+    monkeypatch.setattr(weights, "MAX_TENSORS", num_tensors - 1)
     with pytest.raises(
         CheckpointError, match=rf"{path}: .*more than the {num_tensors - 1} tensors"
     ):
         load(folder)
-    monkeypatch.setattr(files, "MAX_TENSORS", num_tensors)
+    monkeypatch.setattr(weights, "MAX_TENSORS", num_tensors)
     monkeypatch.setattr(weights, "MAX_HEADERS_BYTES", 99)
     with pytest.raises(CheckpointError, match="99 bytes of headers"):
         load(folder)

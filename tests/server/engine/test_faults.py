@@ -1,5 +1,5 @@
-"""A fault of one request affects no other: too little memory, a row that cannot be sampled, a
-grammar that fails.
+"""A fault of one request affects no other: too little memory, a grammar that fails. Any other
+error in a step is raised.
 """
 
 import random
@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from model import sampling
-from model.sampling import NOT_SAMPLED
 from model.step import Sample, Sampling, StepPlan, StepResult
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, Scheduler
@@ -97,36 +96,22 @@ def test_what_does_not_fit_even_alone_fails_alone() -> None:
     assert core.scheduler.allocator.num_owned == 0
 
 
-def test_one_row_that_cannot_be_drawn_leaves_the_others_what_they_draw(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(5, 50)
-    samples = [Sample(Sampling(temperature=0.8, seed=i), [1], [2]) for i in range(5)]
-    expected = draw(logits, samples)
-    whole = sampling.philox_exponentials
-
-    def philox_exponentials(seed: int, *others: int) -> Any:
-        if seed == 3:
-            raise ZeroDivisionError
-        return whole(seed, *others)
-
-    monkeypatch.setattr(sampling, "philox_exponentials", philox_exponentials)
-    assert draw(logits, samples) == [*expected[:3], NOT_SAMPLED, expected[4]]
-
-
 @pytest.mark.parametrize(
-    "error", [MemoryError("x"), torch.OutOfMemoryError("x"), torch.AcceleratorError("x", 1)]
+    "error",
+    [
+        MemoryError("x"),
+        torch.OutOfMemoryError("x"),
+        torch.AcceleratorError("x", 1),
+        ZeroDivisionError("x"),
+    ],
 )
-def test_a_device_that_fails_is_no_rows_fault(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_what_a_draw_raises_is_raised(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def fail(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(sampling, "_Part", fail)
+    monkeypatch.setattr(sampling, "philox_exponentials", fail)
     with pytest.raises(type(error)):
-        draw(torch.zeros(2, 4), [Sample(Sampling(), [1], []) for _ in range(2)])
+        draw(torch.zeros(2, 4), [Sample(Sampling(temperature=1.0), [1], []) for _ in range(2)])
 
 
 def test_a_grammar_that_breaks_ends_its_own_sequence() -> None:

@@ -126,7 +126,7 @@ def test_wrong_numbers_take_what_was_found_off_the_list_too() -> None:
     core = EngineCore(scheduler, HashModel(one_group(4)))
     submit(scheduler, 0, list(range(30)), 1, Sampling())
     run(scheduler, core)
-    for code, found in (("sampling_error", 28), ("numerical_error", 28), ("", 0)):
+    for code, found in (("grammar_error", 28), ("numerical_error", 28), ("", 0)):
         submit(scheduler, 1, list(range(30)), 1, Sampling())
         plan = scheduler.plan()
         assert plan.rows[0].start == found

@@ -202,12 +202,12 @@ def test_what_cannot_be_meant_is_refused_by_name(file: Path, tmp_path: Path, cac
     assert refused(tmp_path / "short.gguf").startswith(f"{tmp_path / 'short.gguf'}: ")
     assert (
         refused(tmp_path)
-        == f"{tmp_path}: has 2 GGUF checkpoints; expected one, or the name of the file: a.gguf, "
+        == f"{tmp_path}: has 2 GGUF files; expected one, or the name of the file: a.gguf, "
         "short.gguf"
     )
     (tmp_path / "m-00002-of-00003.gguf").write_bytes(b"GGUF")
-    assert refused(tmp_path / "m-00002-of-00003.gguf").endswith(
-        "m-00001-of-00003.gguf: No such file or directory"
+    assert refused(tmp_path / "m-00002-of-00003.gguf").startswith(
+        f"{tmp_path / 'm-00002-of-00003.gguf'}: is one of 3 parts"
     )
     assert not [left for left in cache.rglob("*") if left.is_file()]
 
@@ -321,6 +321,11 @@ def test_training_goes_on_from_a_file(file: Path, tmp_path: Path) -> None:
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
         path.name for path in output.iterdir()
     }
+
+
+def test_one_part_is_refused_before_it_is_downloaded() -> None:
+    with pytest.raises(CheckpointError, match="is one of 3 parts; `llama-gguf-split --merge"):
+        download.resolve(Path(f"{REPOSITORY}:m-00001-of-00003.gguf"))
 
 
 def test_a_file_of_the_hub_is_fetched_alone_and_used_again_without_the_hub(

@@ -13,8 +13,7 @@ import pytest
 from gguf import GGUFReader
 
 from model.checkpoint.gguf import header
-from model.checkpoint.gguf.header import GGUFFile
-from model.checkpoint.gguf.split import GGUF, part_paths
+from model.checkpoint.gguf.header import GGUFFile, check_whole, gguf_in
 from model.spec import CheckpointError
 from tests.support.gguf_files import pair, raw_file, tensor, text, write_file
 
@@ -169,61 +168,34 @@ def test_no_file_that_would_block_is_opened(tmp_path: Path) -> None:
         GGUFFile.open(tmp_path / "m.gguf")
 
 
-def write_parts(folder: Path, count: int = 3) -> list[Path]:
-    """A checkpoint of one tensor a file."""
-    paths = []
-    for number in range(count):
-        path = folder / f"m-{number + 1:05}-of-{count:05}.gguf"
-        keys = [
-            pair("split.no", number, 2),
-            pair("split.count", count, 2),
-            pair("split.tensors.count", count, 5),
-        ]
-        path.write_bytes(raw_file(keys, [tensor(f"t{number}", [3], 0, 0)], bytes(12)))
-        paths.append(path)
-    return paths
+@pytest.mark.parametrize(("count", "kind"), [(3, 2), (2**16 - 1, 2), ("3", None), ([3], None)])
+def test_one_part_of_several_is_refused(tmp_path: Path, count: Any, kind: int | None) -> None:
+    with pytest.raises(CheckpointError, match=r"m\.gguf: is one of .* parts; `llama-gguf-split"):
+        opened(tmp_path, raw_file([pair("split.count", count, kind)], F32, DATA))
 
 
-def test_parts_are_one_checkpoint_whichever_is_named(tmp_path: Path) -> None:
-    paths = write_parts(tmp_path)
-    for path in paths:
-        found = GGUF.open(path)
-        assert {name: file.path for name, file in found.tensors.items()} == {
-            f"t{i}": paths[i] for i in range(3)
-        }
-    assert part_paths(tmp_path / "m.gguf") == [tmp_path / "m.gguf"]
+@pytest.mark.parametrize("count", [0, 1])
+def test_what_was_merged_and_one_part_of_one_are_read(tmp_path: Path, count: int) -> None:
+    assert opened(tmp_path, raw_file([pair("split.count", count, 2)], F32, DATA)).entries
 
 
-def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
-    first, second, third = write_parts(tmp_path)
-    whole = second.read_bytes()
-    second.write_bytes(third.read_bytes())
-    with pytest.raises(
-        CheckpointError, match=r"00003-of-00003\.gguf: tensor t2 occurs in m-00002-of"
-    ):
-        GGUF.open(first)
-    second.write_bytes(whole.replace(b"t1", b"t0"))
-    with pytest.raises(
-        CheckpointError,
-        match=r"m-00002-of-00003\.gguf: tensor t0 occurs in m-00001-of-00003\.gguf too",
-    ):
-        GGUF.open(third)
-    second.unlink()
-    with pytest.raises(
-        CheckpointError,
-        match=r"m-00002-of-00003\.gguf: no such file; m-00003-of-00003\.gguf is one of 3 parts",
-    ):
-        GGUF.open(third)
-    with pytest.raises(CheckpointError, match=r"split\.count is 3, expected 1"):
-        GGUF.open(first.rename(tmp_path / "m.gguf"))
-    for name in ("m-00002-of-00001.gguf", "m-00001-of-99999.gguf"):
-        with pytest.raises(CheckpointError, match="by its name part"):
-            GGUF.open(tmp_path / name)
+def test_parts_are_told_by_their_names(tmp_path: Path) -> None:
+    for name in ("m.gguf", "m-00001-of-00001.gguf", "best-of-3.gguf"):
+        check_whole(tmp_path / name)
+    for number in (1, 10):
+        path = tmp_path / f"m-{number:05}-of-00010.gguf"
+        path.write_bytes(raw_file([], F32, DATA))
+        with pytest.raises(CheckpointError, match=f"{path.name}: is one of 10 parts; .* --merge"):
+            check_whole(path)
+        with pytest.raises(CheckpointError, match=f"{path.name}: is one of 10 parts"):
+            GGUFFile.open(path)
+    with pytest.raises(CheckpointError, match=r"m-00001-of-00010\.gguf: is one of 10 parts"):
+        gguf_in(tmp_path)
 
 
 def test_reading_a_header_imports_no_torch() -> None:
     code = (
-        "import sys, model.checkpoint.gguf.split; sys.exit(any(name in sys.modules for name in "
+        "import sys, model.checkpoint.gguf.header; sys.exit(any(name in sys.modules for name in "
         "('torch', 'numpy')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

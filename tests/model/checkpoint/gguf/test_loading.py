@@ -14,7 +14,7 @@ import torch
 from model.checkpoint.families import read_spec
 from model.checkpoint.gguf.config import config_of
 from model.checkpoint.gguf.dequantize import dequantize
-from model.checkpoint.gguf.split import GGUF
+from model.checkpoint.gguf.header import GGUFFile
 from model.checkpoint.identity import ModelFiles
 from model.checkpoint.names import Part
 from model.checkpoint.weights import Checkpoint, load_decoder
@@ -55,7 +55,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
 
 def convert(source: Path, folder: Path, kind: str = "F32", **metadata: Any) -> None:
     write_gguf(source, folder / "m.gguf", kind, **metadata)
-    (folder / "config.json").write_text(json.dumps(config_of(GGUF.open(folder / "m.gguf"))))
+    (folder / "config.json").write_text(json.dumps(config_of(GGUFFile.open(folder / "m.gguf"))))
 
 
 def load(folder: Path) -> Decoder:
@@ -234,7 +234,7 @@ def test_a_damaged_scale_is_named_by_its_file_and_tensor(
     source, folder = folders
     make_folder(source, LLAMA)
     convert(source, folder, kind)
-    tensor = GGUF.open(folder / "m.gguf").tensors["blk.1.ffn_down.weight"]
+    tensor = GGUFFile.open(folder / "m.gguf").entries["blk.1.ffn_down.weight"]
     with open(folder / "m.gguf", "r+b") as file:
         file.seek(tensor.begin)
         file.write(b"\xff\x7f")
@@ -272,7 +272,7 @@ def test_an_unknown_architecture_is_refused_with_those_there_are(tmp_path: Path)
         match=r"general\.architecture is 'qwen3'; supported: falcon, gemma, gemma-embedding, "
         r"gemma3, gemma4, llama, starcoder",
     ):
-        config_of(GGUF.open(tmp_path / "m.gguf"))
+        config_of(GGUFFile.open(tmp_path / "m.gguf"))
 
 
 def edit(path: Path, old: bytes, new: bytes) -> None:
@@ -328,7 +328,7 @@ def test_two_checkpoints_in_a_folder_are_refused_and_safetensors_come_first(
     make_folder(source, LLAMA)
     convert(source, folder)
     (folder / "n.gguf").write_bytes((folder / "m.gguf").read_bytes())
-    with pytest.raises(CheckpointError, match=r"has 2 GGUF checkpoints; .* m\.gguf, n\.gguf"):
+    with pytest.raises(CheckpointError, match=r"has 2 GGUF files; .* m\.gguf, n\.gguf"):
         load(folder)
     (source / "m.gguf").write_bytes(b"")
     load(source)
