@@ -25,6 +25,18 @@ PREFIXES = {"thought": "rs", "text": "msg", "call": "fc"}
 """Kinds of parts -> what the ids of their items begin with."""
 
 
+def _repeated(body: ResponsesBody) -> dict[str, Any]:
+    """What a response repeats of the request."""
+    always = {"instructions", "max_output_tokens", "temperature", "top_p", "reasoning"}
+    given = body.model_dump(
+        by_alias=True,
+        exclude_unset=True,
+        exclude_none=True,
+        include={"tools", "tool_choice", "text"},
+    )
+    return body.model_dump(include=always) | given
+
+
 class ResponsesReply(Reply):
     """An answer of /v1/responses."""
 
@@ -56,15 +68,6 @@ class ResponsesReply(Reply):
         self.id = streams.reservation.reply_id
         self.numbers = count()
         """The sequence numbers of events."""
-        given = body.model_dump(
-            include={"instructions", "max_output_tokens", "temperature", "top_p", "reasoning"}
-        )
-        named = body.model_dump(
-            by_alias=True,
-            exclude_unset=True,
-            exclude_none=True,
-            include={"tools", "tool_choice", "text"},
-        )
         self.head: dict[str, Any] = {
             "id": f"resp_{self.id}",
             "object": "response",
@@ -80,7 +83,7 @@ class ResponsesReply(Reply):
             "store": False,
             "metadata": {},
         }
-        self.head |= given | named
+        self.head |= _repeated(body)
 
     @classmethod
     async def open(
