@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from model.adjustment import adjust
@@ -309,12 +310,12 @@ class _Tops:
         return tops
 
 
-def philox_exponentials(seed: int, choice: int, index: int, count: int) -> Tensor:
+def philox_exponentials(seed: int, choice: int, index: int, count: int) -> NDArray[np.float64]:
     """`count` exponentially distributed numbers (mean 1), a pure function of the arguments: Philox
     (Salmon et al. 2011) with the seed as its key and a counter that starts at (choice, index).
     """
     philox = np.random.Philox(key=seed & (2**64 - 1), counter=[0, index, choice, 0])
-    return torch.from_numpy(np.random.Generator(philox).standard_exponential(count))
+    return np.random.Generator(philox).standard_exponential(count)
 
 
 def _draw_random(device: Device, logits_SV: Tensor, samples: Sequence[Sample]) -> Tensor:
@@ -334,7 +335,7 @@ def _draw_random(device: Device, logits_SV: Tensor, samples: Sequence[Sample]) -
         philox_exponentials(s.sampling.seed, s.sampling.choice, s.index, logits_SV.shape[-1])
         for s in samples
     ]
-    noise_SV = device.upload(torch.stack(noises))
+    noise_SV = device.upload(torch.from_numpy(np.stack(noises)))
     # Never 0, where a token of probability 0 would win.
     return probs_SV.div_(noise_SV.clamp_(min=LEAST_NOISE)).argmax(dim=-1)
 
