@@ -60,6 +60,7 @@ class Nothing:
     """A decoder of this shape that computes nothing."""
 
     num_parts_run = row_multiple = 1
+    pooler = None
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec

@@ -25,7 +25,10 @@ anyway, and load alone decides."""
 MAX_HOLDERS = 4
 """Replicas that are remembered for one key, the latest ones: a system prompt that all requests
 share spreads over several."""
-PROMPT_FIELDS = "tools", "messages", "prompt", "inputs", "input_extra", "input_prefix"
+PROMPT_FIELDS = (
+    *("tools", "system", "instructions", "messages", "input", "prompt", "inputs"),
+    *("input_extra", "input_prefix"),
+)
 """Fields of a request's body that make its prompt, in the order in which their text stands in
 it."""
 
@@ -40,6 +43,7 @@ GENERATING = frozenset(
         "/v1/decisions",
     }
     | {"/v1/systemone", "/fim/completions", "/infill", "/completion"}
+    | {"/api/generate", "/api/chat", "/v1/messages", "/v1/responses"}
 )
 """Paths whose requests leave pages in a replica's cache."""
 
