@@ -20,6 +20,7 @@ from server.engine.fair_shares import FairShares
 from server.engine.limits import Limits, NeverFits
 from server.engine.prefix_reuse import PrefixReuse
 from server.engine.sequence import Constraint, Sequence
+from server.engine.waiting_queue import WaitingQueue
 from server.protocol import Failed, PromptScore, PromptScores, Submit, Token
 
 Event = Token | PromptScores | Failed
@@ -53,7 +54,7 @@ class OpenSequences:
         window."""
         self._has_windows = bool(windows)
         self.allocator = PageAllocator(limits.num_pages)
-        self.waiting: dict[int, Sequence] = {}
+        self.waiting = WaitingQueue()
         self.running: dict[int, Sequence] = {}
         self._decoding = Decoding(limits.layout, limits.max_running, self._capacity)
         self._shares = FairShares(limits.max_running, limits.num_pages, self.running, self.waiting)
@@ -121,7 +122,7 @@ class OpenSequences:
             )
         if self._drafts is not None and constraint is None:
             sequence.drafter = self._drafts.begin(sequence)
-        self.waiting[id] = sequence
+        self.waiting.put(sequence)
 
     def cancel(self, id: int) -> None:
         """Ends a sequence and frees its pages. An unknown id, as of a sequence that has just

@@ -229,7 +229,7 @@ class Scheduler(OpenSequences):
         self._stop_running(sequence)
         sequence.table.release()
         sequence.num_computed = 0
-        self.waiting[sequence.id] = sequence
+        self.waiting.put(sequence)
         self.num_preemptions += 1
         sequence.num_preemptions += 1
 

@@ -10,7 +10,6 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from server.engine.fair_shares import heads_of
 from server.engine.scheduler import Scheduler
 from server.engine.sequence import Sequence
 from server.protocol import Share
@@ -73,9 +72,7 @@ class Turns:
             sequence.account.client: sequence.account.served
             for sequence in scheduler.waiting.values()
         }
-        self._first = [
-            head for head in heads_of(scheduler.waiting.values()) if _may_run(head, held)
-        ]
+        self._first = [head for head in scheduler.waiting.heads() if _may_run(head, held)]
 
     def _check_admitted(
         self, sequence: Sequence, scheduler: Scheduler, held: dict[str, int]

@@ -540,6 +540,18 @@ def test_a_better_priority_is_served_first_and_preempted_last() -> None:
     assert ended == [2, 0, 1, 3]
 
 
+def test_those_who_leave_the_queue_leave_no_trace() -> None:
+    scheduler = Scheduler(
+        Limits(num_pages=4, layout=one_group(4), max_context=16, max_running=1, step_tokens=32)
+    )
+    submit(scheduler, 0, [1], 10, Sampling())
+    scheduler.plan()
+    for id in range(1, 2000):
+        submit(scheduler, id, [1, 2], 2, Sampling(), priority=9)
+        scheduler.cancel(id)
+    assert sum(map(len, scheduler.waiting._heaps.values())) < 200 and not scheduler.waiting
+
+
 def test_pages_are_shared_with_a_sequence_that_still_runs() -> None:
     scheduler = Scheduler(
         Limits(num_pages=40, layout=one_group(4), max_context=100, max_running=4, step_tokens=64)
