@@ -200,6 +200,20 @@ def check_minimum(minimum: int | None, maximum: int | None, names: tuple[str, st
         raise ValueError(f"`{names[0]}` must be <= `{names[1]}` {maximum}. Given: {minimum}")
 
 
+class ResultPart(Body):
+    """A part of a tool's result."""
+
+    type: Name
+    """The kind of part. The model is told of what is no text that it cannot be shown."""
+    text: Text | None = None
+    """The text."""
+
+    @property
+    def shown(self) -> str:
+        """The text that the model reads."""
+        return f"({self.type} that cannot be shown)" if self.text is None else self.text
+
+
 class Named(Body):
     """A body that names the model."""
 

@@ -5,7 +5,7 @@ Invariant: a body is read and checked before a sequence is started; the sequence
 closed when its answer ends, however it ends. It knows no dialect's fields.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from starlette.responses import Response
 from server.config import ServerSection
 from server.errors import InvalidRequest
 from server.generation.admission import Reservation
+from server.generation.embedding import Embedded, Given, embed
 from server.generation.generation import Generation
 from server.http import sse
 from server.http.answer import Reply, ReplyEvents, full_response
@@ -115,6 +116,13 @@ class Handlers:
         reply = await open(self.generation, body, self.names.shown, exchange.reserved)
         exchange.ignored = [*exchange.ignored, *reply.streams.choices[0].request.ignored]
         return await self.answers.answer(http, reply, bool(body.stream), resumable)
+
+    async def embedded(self, http: HttpRequest, given: Sequence[Given], **asked: Any) -> Embedded:
+        """The vectors of inputs, for a client that waits for them; `asked`: as `embed` takes it.
+        Raises RequestError.
+        """
+        made = embed(self.generation, given, exchange_of(http).reserved, **asked)
+        return await unless_disconnected(http, made)
 
     def check_model(self, body: Any, http: HttpRequest) -> None:
         """Raises NotFound where the body names a model that is not served."""

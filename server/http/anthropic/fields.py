@@ -33,22 +33,13 @@ TextBlocks = Annotated[
 ]
 
 
-class ResultBlock(Body):
+class ResultBlock(fields.ResultPart):
     """A block of a tool's result."""
 
-    type: fields.Name
-    """The model is told of an image or another thing that is no text that it cannot be shown."""
-    text: fields.Text | None = None
-    """The text."""
     source: fields.Json = None
     """Accepted: the model reads text alone."""
     cache_control: fields.Json = None
     """Accepted: the prefix cache needs no marks."""
-
-    @property
-    def shown(self) -> str:
-        """What the model reads."""
-        return f"({self.type} that cannot be shown)" if self.text is None else self.text
 
 
 ResultBlocks = Annotated[

@@ -14,12 +14,10 @@ from starlette.responses import Response
 
 from model.checkpoint.files import MOST_CONFIG_BYTES, read_object
 from server.errors import InvalidRequest
-from server.generation.embedding import Embedded, Given, Vector, cosine, embed, normalised
+from server.generation.embedding import Embedded, Given, Vector, cosine, normalised
 from server.generation.request import CLASSIFIES, EMBEDS
-from server.http.disconnect import unless_disconnected
 from server.http.embeddings import fields
 from server.http.errors import OPENAI, TGI
-from server.http.exchange import exchange_of
 from server.http.handlers import Context, Handlers
 from server.http.routes import Route
 from server.protocol import Classes
@@ -186,16 +184,14 @@ class EmbeddingRoutes(Handlers):
         wanted: str = EMBEDS,
         query: str | None = None,
     ) -> Embedded:
-        made = embed(
-            self.generation,
+        return await self.embedded(
+            http,
             given,
-            exchange_of(http).reserved,
             wanted=wanted,
             dimensions=body.dimensions if isinstance(body, fields.VectorBody) else None,
             truncate=bool(body.truncate),
             query=query,
         )
-        return await unless_disconnected(http, made)
 
     async def _answer(self, value: dict[str, Any], embedded: Embedded) -> Response:
         usage = {"prompt_tokens": embedded.num_tokens, "total_tokens": embedded.num_tokens}

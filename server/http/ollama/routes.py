@@ -8,10 +8,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from server.errors import InvalidRequest, NotFound
-from server.generation.embedding import Embedded, embed, normalised
+from server.generation.embedding import normalised
 from server.http import sse
 from server.http.body import read_model
-from server.http.disconnect import unless_disconnected
 from server.http.errors import Dialect, openai_message
 from server.http.exchange import exchange_of
 from server.http.handlers import Context, Handlers, ReadBody
@@ -21,7 +20,6 @@ from server.http.ollama.fields import (
     EmbedBody,
     EmbeddingBody,
     GenerateBody,
-    LoadedBody,
     PullBody,
     ShowBody,
 )
@@ -195,7 +193,10 @@ class OllamaRoutes(Handlers):
         """Embed texts."""
         body, began = await self.read(http, EmbedBody), time.monotonic_ns()
         name = self._name(body.model)
-        embedded = await self._embedded(http, body.input, body, body.dimensions)
+        truncate = body.truncate is not False
+        embedded = await self.embedded(
+            http, body.input, dimensions=body.dimensions, truncate=truncate
+        )
         vectors = (list(normalised(vector, body.dimensions)) for vector in embedded.vectors)
         value = {
             "model": name,
@@ -210,20 +211,8 @@ class OllamaRoutes(Handlers):
         """Embed one text, as older clients ask for it."""
         body = await self.read(http, EmbeddingBody)
         self._name(body.model)
-        embedded = await self._embedded(http, [body.prompt], body)
+        embedded = await self.embedded(http, [body.prompt], truncate=body.truncate is not False)
         return JSONResponse({"embedding": list(normalised(embedded.vectors[0]))})
-
-    async def _embedded(
-        self, http: HttpRequest, texts: list[str], body: LoadedBody, dimensions: int | None = None
-    ) -> Embedded:
-        made = embed(
-            self.generation,
-            texts,
-            exchange_of(http).reserved,
-            dimensions=dimensions,
-            truncate=body.truncate is not False,
-        )
-        return await unless_disconnected(http, made)
 
     async def refuse_change(self) -> Response:
         """Refuse to change models."""

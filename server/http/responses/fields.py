@@ -45,13 +45,9 @@ ItemParts = Annotated[
 ]
 
 
-class OutputPart(Body):
-    """A part of what a function returned."""
+class OutputPart(fields.ResultPart):
+    """A part of a function's output."""
 
-    type: fields.Name
-    """The model is told of an image or a file that it cannot be shown."""
-    text: fields.Text | None = None
-    """The text."""
     image_url: fields.Json = None
     """Accepted: the model reads text alone."""
     detail: fields.Json = None
@@ -62,11 +58,6 @@ class OutputPart(Body):
     """Accepted: the model reads text alone."""
     filename: fields.Json = None
     """Accepted: the model reads text alone."""
-
-    @property
-    def shown(self) -> str:
-        """What the model reads."""
-        return f"({self.type} that cannot be shown)" if self.text is None else self.text
 
 
 OutputParts = Annotated[
