@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.responses import Response
 from starlette.routing import compile_path
 from starlette.types import ASGIApp
@@ -45,6 +46,8 @@ class Route:
     """Whether the route also answers HEAD."""
     status: int = 200
     documented: bool = True
+    route_class: type[APIRoute] = APIRoute
+    """Decides which requests of this path and these methods the route takes."""
 
 
 class RouteTable:
@@ -92,7 +95,7 @@ class RouteTable:
                 (("HEAD",) if route.head else (), False),
             ):
                 if methods:
-                    app.add_api_route(
+                    app.router.add_api_route(
                         route.path,
                         route.handler,
                         methods=list(methods),
@@ -100,4 +103,5 @@ class RouteTable:
                         response_class=Response,
                         tags=tags,
                         include_in_schema=documented,
+                        route_class_override=route.route_class,
                     )

@@ -136,10 +136,7 @@ export async function* events(response) {
       if (done) return;
       const parts = (rest + value).split("\n\n");
       rest = parts.pop();
-      for (const part of parts) {
-        const event = parseEvent(part);
-        if (event !== null) yield event;
-      }
+      yield* parts.map(parseEvent).filter(({ data }) => data !== null);
     }
   } finally {
     reader.cancel().catch(() => {});
@@ -155,5 +152,5 @@ function parseEvent(text) {
     const value = colon < 0 ? "" : line.slice(colon + (line[colon + 1] === " " ? 2 : 1));
     event[name] = name === "data" && event.data !== null ? `${event.data}\n${value}` : value;
   }
-  return event.data === null ? null : event;
+  return event;
 }

@@ -45,8 +45,6 @@ const PLOTS = [
   ["Time of a step", duration, 0.01, quantiles("step_time")],
 ];
 
-const PAGES = PLOTS.findIndex(([title]) => title === "Pages");
-
 export class Plots {
   /** `signal` ends it. */
   constructor(signal) {
@@ -75,13 +73,13 @@ export class Plots {
 
   /** Makes the latest numbers of pages those of the map, which changes more often. */
   setPages(...values) {
-    this.plots[PAGES].setLatest(values);
+    this.plots.find(({ title }) => title === "Pages").setLatest(values);
   }
 }
 
 class Plot {
   constructor(title, format, least, series) {
-    Object.assign(this, { format, least, series, data: [[], [], []] });
+    Object.assign(this, { title, format, least, series, data: [[], [], []] });
     this.values = series.map((_, i) => el("span", { class: `series-${i + 1}` }));
     this.empty = el("p", { class: "empty quiet", text: "Nothing in the last five minutes" });
     this.area = el("div", { class: "plot", "aria-hidden": "true" });

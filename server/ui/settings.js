@@ -131,7 +131,7 @@ function kindOf(field) {
   if (field.type === "number" || field.type === "integer") return { input: numberInput, parse: parseNumber };
   const lines = (placeholder) => () => el("textarea", { spellcheck: false, placeholder });
   if (field.items?.type === "string") return { input: lines("one a line; \\n is a line end"), parse: parseTexts };
-  if (field.items?.type === "integer") return { input: lines("numbers, such as 5, 17"), parse: parseNumbers };
+  if (field.items?.type === "integer") return { input: lines("numbers, such as 5, 17"), parse: (text) => parseJson(`[${text}]`) };
   if (field.type === "string") return { input: lines(""), parse: (text) => text };
   return { input: lines(field.type === "array" ? "[…] as JSON" : "{…} as JSON"), parse: parseJson };
 }
@@ -167,10 +167,6 @@ function parseNumber(text, { type }) {
 function parseTexts(text) {
   const escapes = { n: "\n", t: "\t", r: "\r", "\\": "\\" };
   return text.split("\n").filter((line) => line !== "").map((line) => line.replace(/\\([ntr\\])/g, (_, letter) => escapes[letter]));
-}
-
-function parseNumbers(text) {
-  return text.split(/[\s,]+/).filter((word) => word !== "").map((word) => parseNumber(word, { type: "integer" }));
 }
 
 function parseJson(text) {

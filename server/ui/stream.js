@@ -7,19 +7,16 @@ import { ApiError, errorOf, events } from "./api.js";
 
 const RETRY_MS = [200, 400, 800, 1500, 3000];
 const GIVE_UP_MS = 60_000;
-const SILENT_MS = 1500;
-const RESUMED = "The stream went on; nothing was lost.";
 
 export class Stream {
   #abort = new AbortController();
   #id = null;
   #lastEvent = null;
-  #heardAt = 0; // 0 before the first response, and after the end.
-  #isAway = false;
+  #isLost = false;
   /** Whether `stop` was called. */
   stopped = false;
 
-  /** `onChunk(object)`: each event's JSON. `onState(kind, words)`: `lost`, `waiting` while the engine is away, `resumed`. */
+  /** `onChunk(object)`: each event's JSON. `onState(kind, words)`: `lost`, `resumed`. */
   constructor(api, onChunk, onState) {
     Object.assign(this, { api, onChunk, onState });
     this.stopping = new Promise((resolve) => (this.giveUp = resolve));
@@ -27,15 +24,11 @@ export class Stream {
 
   /** Sends the request and reads its answer to the end, or until `stop`. Throws ApiError if the server refuses or fails it. */
   async run(path, body) {
-    const watch = setInterval(() => this.#lookWhetherAway(), 500);
     try {
       let response = await Promise.race([this.#open(path, body), this.stopping]);
       while (response !== null && !(await this.#read(response))) response = await this.#again();
     } catch (error) {
       if (!this.stopped) throw error instanceof ApiError ? error : new ApiError("The server cannot be reached.", 0);
-    } finally {
-      clearInterval(watch);
-      this.#heardAt = 0;
     }
   }
 
@@ -61,12 +54,10 @@ export class Stream {
 
   /** Reads events. Returns whether the last one came; false where the connection ended before. */
   async #read(response) {
-    this.#heardAt = performance.now();
     try {
       for await (const event of events(response)) {
-        this.#heardAt = performance.now();
         if (event.id !== "") this.#lastEvent = event.id;
-        this.#say("resumed", RESUMED);
+        this.#wentOn();
         if (event.data === "[DONE]") return true;
         if (event.event === "superseded") throw new ApiError("This stream is being read elsewhere.", 409);
         const chunk = JSON.parse(event.data);
@@ -82,12 +73,13 @@ export class Stream {
   /** A response with the events after the last one; null if there are none. Tries until the server can be reached again. */
   async #again() {
     const lostAt = performance.now();
-    this.#say("lost", "Connection lost. Resuming…");
+    this.#isLost = true;
+    this.onState("lost", "Connection lost. Resuming…");
     for (let attempt = 0; performance.now() - lostAt < GIVE_UP_MS; attempt += 1) {
       const headers = this.#lastEvent === null ? {} : { "last-event-id": this.#lastEvent };
       try {
         const response = await this.api.fetch(`v1/streams/${this.#id}`, { headers, signal: this.#abort.signal });
-        if (response.status === 204) return this.#say("resumed", RESUMED);
+        if (response.status === 204) return this.#wentOn();
         if (response.ok) return response;
         if (response.status < 500) throw await errorOf(response);
       } catch (error) {
@@ -99,19 +91,10 @@ export class Stream {
     throw new ApiError("The connection was lost, and the server cannot be reached.", 0);
   }
 
-  /** Asks the server how it is when no event has come for a while, to tell a dead engine from a long prompt. */
-  async #lookWhetherAway() {
-    if (this.#isAway || this.#heardAt === 0 || performance.now() - this.#heardAt < SILENT_MS) return;
-    const asked = (this.#heardAt = performance.now());
-    const { state, status } = await this.api.look();
-    if (!["recovering", "waiting"].includes(state) || this.#heardAt !== asked) return; // An event may have come meanwhile, or the end.
-    this.#say("waiting", `The engine is away (${status}). The stream goes on by itself.`);
-  }
-
-  /** Says what has become of the stream; that it was resumed, only after something else. */
-  #say(kind, words) {
-    if (kind !== "resumed" || this.#isAway) this.onState(kind, words);
-    this.#isAway = kind !== "resumed";
+  /** Says that the stream went on, if its connection was lost. Returns null: there is no response to read. */
+  #wentOn() {
+    if (this.#isLost) this.onState("resumed", "The stream went on; nothing was lost.");
+    this.#isLost = false;
     return null;
   }
 }

@@ -5,7 +5,7 @@
 import { button, copyButton, el, followEnd, radios } from "./dom.js";
 import { Pane } from "./pane.js";
 import { Settings } from "./settings.js";
-import { SNIPPETS } from "./snippets.js";
+import { snippetsOf } from "./snippets.js";
 import { legend } from "./tokens.js";
 
 const SEEDS = 1_000_000;
@@ -40,22 +40,20 @@ export class Work {
   }
 
   /** Shows the settings, once; again after the server has refused its schema. Returns whether the mode can run. */
-  prepare() {
-    const succeed = () => {
-      const isAble = this.api.model.capabilities?.[this.mode.needs] !== false;
-      this.#alert.hidden = true;
-      this.notice.hidden = isAble;
-      this.#update();
-      return isAble;
-    };
-    const fail = (error) => {
+  async prepare() {
+    this.ready ??= this.settings.show(this.api, this.mode.schema);
+    try {
+      await this.ready;
+    } catch (error) {
       this.ready = null;
       const textContent = error.status === 401 ? "An API key is needed: Enter key, above." : error.message;
       Object.assign(this.#alert, { textContent, hidden: false });
       return false;
-    };
-    this.ready ??= this.settings.show(this.api, this.mode.schema).then(succeed, fail);
-    return this.ready;
+    }
+    this.#alert.hidden = true;
+    this.notice.hidden = this.api.model.capabilities?.[this.mode.needs] !== false;
+    this.#update();
+    return this.notice.hidden;
   }
 
   get isRunning() {
@@ -161,8 +159,9 @@ export class Work {
     const seed = this.#lastSeed === null ? {} : { seed: this.#lastSeed };
     const request = { model: this.api.model.id, ...seed, ...plain, stream: true };
     const pre = el("pre", { tabIndex: 0, "aria-label": "Code" });
-    const write = (language) => (pre.textContent = SNIPPETS[language](this.api.base.href, this.mode.path, request, this.api.hasKey));
-    this.code.replaceChildren(el("h2", { text: "This request as code" }), radios("Language", Object.keys(SNIPPETS), write), pre,
+    const snippets = snippetsOf(request);
+    const write = (language) => (pre.textContent = snippets[language](this.api.base.href, this.mode.path, request, this.api.hasKey));
+    this.code.replaceChildren(el("h2", { text: "This request as code" }), radios("Language or API", Object.keys(snippets), write), pre,
       el("div", { class: "row end" }, copyButton("Copy", () => pre.textContent), button("Close", () => this.code.close())));
     write("curl");
     this.code.showModal();

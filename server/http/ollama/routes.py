@@ -4,8 +4,12 @@ import time
 from functools import partial
 from typing import Any
 
+from fastapi.routing import APIRoute
+from starlette.datastructures import Headers
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Match
+from starlette.types import Scope
 
 from server.errors import InvalidRequest, NotFound
 from server.generation.embedding import normalised
@@ -31,7 +35,7 @@ from server.http.ollama.replies import (
     empty_answer,
     now,
 )
-from server.http.routes import Route
+from server.http.routes import Access, Route
 from server.http.unknown_fields import printable
 
 VERSION = "0.12.0"
@@ -42,6 +46,15 @@ DIALECT = Dialect(lambda error: {"error": openai_message(error)})
 """The form of Ollama's errors."""
 CHANGES = ("create", "copy", "delete", "push", "blobs/{digest}")
 """Routes that change models."""
+
+
+class NotBrowsers(APIRoute):
+    """Takes requests that do not accept HTML: GET / of a browser shows the playground."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        if "text/html" in Headers(scope=scope).get("accept", ""):
+            return Match.NONE, {}
+        return super().matches(scope)
 
 
 class OllamaRoutes(Handlers):
@@ -56,6 +69,7 @@ class OllamaRoutes(Handlers):
         posted = partial(Route, methods=("POST",), dialect=DIALECT, documented=False)
         changed = partial(posted, methods=("POST", "DELETE", "HEAD"), handler=self.refuse_change)
         return [
+            shown("/", handler=self.greet, access=Access.PUBLIC, route_class=NotBrowsers),
             shown("/api/version", handler=self.version),
             shown("/api/tags", handler=self.tags),
             shown("/api/ps", handler=self.loaded),
@@ -67,6 +81,10 @@ class OllamaRoutes(Handlers):
             posted("/api/embeddings", handler=self.embed_one, generates=True),
             *(changed(f"/api/{path}") for path in CHANGES),
         ]
+
+    async def greet(self) -> Response:
+        """Answer the words by which scripts know that a server of this API is there."""
+        return PlainTextResponse("Ollama is running")
 
     async def generate(self, http: HttpRequest) -> Response:
         """Answer a prompt, or fill a gap."""

@@ -56,6 +56,17 @@ def test_the_model_is_listed_and_shown(client: ollama.Client) -> None:
     assert [step.status for step in client.pull("embedded", stream=True)][-1] == "success"
 
 
+def test_scripts_find_the_server_and_browsers_the_playground(
+    client: ollama.Client, pretrained_server: ServerProcess
+) -> None:
+    url = f"http://127.0.0.1:{pretrained_server.port}"
+    for accepted in ({"accept": "*/*"}, {"accept": "application/json"}):
+        answer = httpx.get(url, headers=accepted)
+        assert (answer.status_code, answer.text) == (200, "Ollama is running")
+    assert httpx.head(url).status_code == 200
+    assert "<title>" in httpx.get(url, headers={"accept": "text/html,*/*;q=0.8"}).text
+
+
 @pytest.mark.parametrize("more", [{}, {"suffix": "\n"}, {"raw": True}], ids=str)
 def test_generate(client: ollama.Client, more: dict[str, Any]) -> None:
     given: Any = {

@@ -12,6 +12,8 @@ from server.http.page import files as ui_files
 from tests.server.http.test_documentation import KEYED, PREFIX, door
 
 MAX_BYTES = 150_000
+BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+"""How browsers ask for a page; others get Ollama's greeting."""
 TYPES = {"text/css", "text/javascript", "image/svg+xml"}
 
 
@@ -25,7 +27,7 @@ def policy(response: httpx.Response) -> dict[str, str]:
 
 async def test_the_page_and_its_files_need_no_key(tokenizer_folder: Path) -> None:
     async with door(tokenizer_folder, KEYED) as (_, http):
-        page = await http.get("/")
+        page = await http.get("/", headers=BROWSER)
         assert (
             page.status_code == 200 and page.headers["content-type"] == "text/html; charset=utf-8"
         )
@@ -40,7 +42,7 @@ async def test_the_page_and_its_files_need_no_key(tokenizer_folder: Path) -> Non
 async def test_nothing_but_its_own_files_is_run_or_framed(tokenizer_folder: Path) -> None:
     async with door(tokenizer_folder) as (_, http):
         for path in ("/", "/ui/app.js", "/ui/style.css"):
-            answer = await http.get(path, headers={"sec-fetch-dest": "document"})
+            answer = await http.get(path, headers={**BROWSER, "sec-fetch-dest": "document"})
             rules = policy(answer)
             assert (
                 rules["default-src"]
@@ -103,14 +105,16 @@ async def test_the_page_below_a_prefix(tokenizer_folder: Path, passed_on: bool) 
         _,
         http,
     ):
-        page = await http.get(f"{inside}/")
-        for url in re.findall(r'(?:src|href)="([^"#]+)"', page.text):
+        page = await http.get(f"{inside}/", headers=BROWSER)
+        urls = re.findall(r'(?:src|href)="([^"#]+)"', page.text)
+        assert len(urls) > 3
+        for url in urls:
             assert urljoin(f"http://public{PREFIX}/", url).startswith(f"http://public{PREFIX}/"), (
                 url
             )
             assert (await http.get(f"{inside}/{url}")).status_code == 200, url
         if passed_on:  # Without its slash the browser would resolve URLs beside the prefix.
-            answer = await http.get(PREFIX)
+            answer = await http.get(PREFIX, headers=BROWSER)
             assert answer.status_code == 307
             assert (
                 urljoin(f"http://public{PREFIX}", answer.headers["location"])
@@ -120,7 +124,7 @@ async def test_the_page_below_a_prefix(tokenizer_folder: Path, passed_on: bool) 
 
 async def test_it_can_be_turned_off(tokenizer_folder: Path) -> None:
     async with door(tokenizer_folder, ServerSection(ui=False)) as (_, http):
-        assert (await http.get("/")).status_code == 405
+        assert (await http.get("/", headers=BROWSER)).status_code == 405
         assert (await http.get("/ui/app.js")).status_code == 404
         assert (await http.post("/", json={"inputs": "a"})).status_code == 200
 
