@@ -128,19 +128,19 @@ def test_a_snippet_sends_the_same_body(
     assert Recorder.bodies == []
 
 
-SAID = {
+SAID: dict[tuple[str, str], dict[str, Any]] = {
     ("complete", "Ollama"): {"prompt": NASTY[1], "raw": True},
     ("chat", "Ollama"): {"messages": [{"role": "user", "content": NASTY[1]}]},
     ("chat", "Messages"): {"messages": [{"role": "user", "content": NASTY[1]}]},
     ("chat", "Responses"): {"input": [{"role": "user", "content": NASTY[1]}]},
 }
 SET: dict[str, Any] = {"max_tokens": 3, "temperature": 0.5, "stop": "it's", "seed": 7, "top_k": 4}
-PARAMETERS = {
-    "Ollama": {"options": {"num_predict": 3, "temperature": 0.5, "stop": ["it's"], "seed": 7}},
+OPTIONS = {"num_predict": 3, "temperature": 0.5, "stop": ["it's"], "seed": 7, "top_k": 4}
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "Ollama": {"options": OPTIONS},
     "Messages": {"max_tokens": 3, "temperature": 0.5, "stop_sequences": ["it's"], "top_k": 4},
     "Responses": {"max_output_tokens": 3, "temperature": 0.5},
 }
-PARAMETERS["Ollama"]["options"]["top_k"] = 4
 ROUTES = {"Messages": "/v1/messages", "Responses": "/v1/responses"}
 
 
