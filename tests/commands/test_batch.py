@@ -19,7 +19,7 @@ import pytest
 from commands import cli
 from commands.batch import Journal, Line, read_lines
 from server.errors import ResourceError, UsageError
-from tests.support.processes import DEADLINE, engines, kill, wait_until
+from tests.support.processes import DEADLINE, children, engines, kill, wait_until
 
 
 def arguments(folder: Path, source: Path, target: Path, *options: str) -> list[str]:
@@ -235,11 +235,9 @@ def test_an_engine_that_is_away_for_long_answers_nothing_and_the_same_command_go
     )
     wait_until(lambda: len(statuses(partial)) >= 5, "some answers")
     (engine,) = engines(process.pid)
+    (holder,) = (child for child in children(process.pid) if engine in children(child))
+    os.kill(holder, signal.SIGSTOP)  # It forks no other.
     kill(engine)
-    (following,) = wait_until(
-        lambda: [pid for pid in engines(process.pid) if pid != engine], "the next engine"
-    )
-    os.kill(following, signal.SIGSTOP)  # It takes its time to load.
     assert process.stderr is not None
     with process.stderr:
         said = process.stderr.read()
