@@ -332,8 +332,11 @@ class TextCodec:
         """
         for anchor in ANCHORS:
             before, both = self.encode_plain(anchor), self.encode_plain(anchor + text)
-            if both[: len(before)] == before and self._continues(
-                anchor, before, text, both[len(before) :]
+            start = self.decode(before)
+            if (
+                both[: len(before)] == before
+                and start.endswith(anchor)
+                and self.decode(both) == start + text
             ):
                 yield both[len(before) :]
                 break
@@ -343,12 +346,6 @@ class TextCodec:
             id = self.token_id(name)
             if id is not None and id not in self.mark_ids and self.token_text(id) == text:
                 yield [id]
-
-    def _continues(self, anchor: str, before: list[int], text: str, ids: list[int]) -> bool:
-        return (
-            self.decode(before).endswith(anchor)
-            and self.decode(before + ids) == self.decode(before) + text
-        )
 
 
 class Detokenizer:
