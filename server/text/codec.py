@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence, Set
 from functools import cache, cached_property
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Encoding, Tokenizer, decoders
 
@@ -239,7 +238,7 @@ class TextCodec:
         text = self.tokenizer.id_to_token(id)
         if text is None or id in self.special_ids:
             return (text or "").encode()
-        if self._byte_level:
+        if '"ByteLevel"' in self._decoder:
             return bytes(BYTE_OF[letter] for letter in text if letter in BYTE_OF)
         return (
             bytes([int(text[3:5], 16)])
@@ -252,10 +251,6 @@ class TextCodec:
         """The decoder as JSON; empty for a tokenizer without one."""
         decoder = self.tokenizer.decoder
         return "" if decoder is None else decoder.__getstate__().decode()
-
-    @cached_property
-    def _byte_level(self) -> bool:
-        return '"ByteLevel"' in self._decoder
 
     @cached_property
     def _byte_fallback(self) -> bool:
@@ -273,15 +268,13 @@ class TextCodec:
     @cached_property
     def is_bytes(self) -> bool:
         """Whether decoding concatenates the bytes of tokens and reads them as UTF-8."""
-        return isinstance(self.tokenizer.decoder, decoders.ByteLevel) or bool(self._joining)
+        return isinstance(self.tokenizer.decoder, decoders.ByteLevel) or self._joining
 
     @cached_property
-    def _joining(self) -> tuple[Any, ...]:
-        """The parts of the decoder if they are those of JOINING_DECODER, else none."""
-        if not isinstance(self.tokenizer.decoder, decoders.Sequence):
-            return ()
-        parts = tuple(json.loads(self.tokenizer.decoder.__getstate__())["decoders"])
-        return parts if parts in (JOINING_DECODER, JOINING_DECODER[:-1]) else ()
+    def _joining(self) -> bool:
+        """Whether the decoder is JOINING_DECODER."""
+        parts = json.loads(self._decoder or "{}").get("decoders", ())
+        return tuple(parts) in (JOINING_DECODER, JOINING_DECODER[:-1])
 
     def _whole_text(self, id: int) -> str | None:
         if not self.is_bytes or self.is_byte(id):
