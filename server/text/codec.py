@@ -427,15 +427,16 @@ class StopStrings:
         both = self._seen + text
         emitted = before - self._held
         if search:
+            # Of each the first occurrence that ends in this text.
             found = [
-                (end, -len(stop), stop)
+                (start + len(stop), start, stop)
                 for stop in self._stops
-                if (end := _first_match_end(both, stop, before)) is not None
+                if (start := both.find(stop, max(0, before - len(stop) + 1))) >= 0
             ]
             if found:
-                end, _, stop = min(found)
+                end, start, stop = min(found)
                 self._seen, self._held = "", 0
-                return both[emitted : end if self._keep else max(emitted, end - len(stop))], stop
+                return both[emitted : end if self._keep else max(emitted, start)], stop
         self._held = 0 if self._keep else self._possible_beginning(both)
         self._seen = both[max(0, len(both) - max(self._longest, self._held)) :]
         return both[emitted : len(both) - self._held], None
@@ -451,11 +452,5 @@ class StopStrings:
 
     def flush(self) -> str:
         """The text that is held back; called after the last piece."""
-        text, self._held = self._seen[len(self._seen) - self._held :] if self._held else "", 0
+        text, self._held = self._seen[len(self._seen) - self._held :], 0
         return text
-
-
-def _first_match_end(text: str, stop: str, after: int) -> int | None:
-    """End of the first occurrence of `stop` that ends after position `after`."""
-    start = text.find(stop, max(0, after - len(stop) + 1))
-    return None if start < 0 else start + len(stop)
