@@ -6,7 +6,7 @@ jobs run in a lane than it has places, and what waits is bounded in number and i
 each client and in all. It knows neither what jobs do nor what time it is.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -38,7 +38,7 @@ class Lane:
     """The jobs that share `places` worker processes."""
 
     places: int
-    running: dict[str, int] = field(default_factory=dict)
+    running: Counter[str] = field(default_factory=Counter)
     """Client -> number of its running jobs, where there are any."""
     waiting: dict[str, deque[Ticket]] = field(default_factory=dict)
     """Client -> its waiting jobs, where there are any; the client whose turn is next comes
@@ -48,9 +48,7 @@ class Lane:
         """Whether a job of this client may run now. One client leaves a place to others, where
         there is more than one.
         """
-        return sum(self.running.values()) < self.places and self.running.get(client, 0) < max(
-            1, self.places - 1
-        )
+        return self.running.total() < self.places and self.running[client] < max(1, self.places - 1)
 
     def add(self, ticket: Ticket) -> None:
         ticket.lane, ticket.running = self, False
@@ -58,7 +56,7 @@ class Lane:
 
     def enter(self, ticket: Ticket) -> None:
         ticket.lane, ticket.running = self, True
-        self.running[ticket.client] = self.running.get(ticket.client, 0) + 1
+        self.running[ticket.client] += 1
 
     def next(self) -> Ticket | None:
         """The next job to run, which counts as running from then on; None if none may run."""
@@ -75,9 +73,7 @@ class Lane:
     def remove(self, ticket: Ticket) -> None:
         """Removes a waiting or running job."""
         if ticket.running:
-            self.running[ticket.client] -= 1
-            if not self.running[ticket.client]:
-                del self.running[ticket.client]
+            self.running -= Counter([ticket.client])  # Which leaves no client with none.
         else:
             self.waiting[ticket.client].remove(ticket)
             if not self.waiting[ticket.client]:
