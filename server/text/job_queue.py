@@ -87,20 +87,18 @@ class JobQueue:
 
     def __init__(self, quick: int, slow: int) -> None:
         self._quick, self._slow = Lane(quick), Lane(slow)
-        self._jobs: dict[str, tuple[int, int]] = {}
-        """Client -> number and characters of its jobs, where there are any."""
+        self._jobs: set[Ticket] = set()
+        """Those that wait or run."""
 
     def add(self, client: str, num_chars: int) -> Ticket:
         """Adds a job to the quick lane. Raises Overloaded where too much waits."""
-        jobs, chars = self._jobs.get(client, (0, 0))
-        all_jobs, all_chars = (
-            sum(counts) for counts in zip((0, 0), *self._jobs.values(), strict=True)
-        )
+        every = [ticket.num_chars for ticket in self._jobs]
+        own = [ticket.num_chars for ticket in self._jobs if ticket.client == client]
         for number, most, what in (
-            (jobs + 1, MAX_CLIENT_JOBS, "texts and grammars of this client"),
-            (all_jobs + 1, MAX_JOBS, "texts and grammars"),
-            (jobs and chars + num_chars, MAX_CLIENT_CHARS, "characters of this client"),
-            (all_jobs and all_chars + num_chars, MAX_CHARS, "characters"),
+            (len(own) + 1, MAX_CLIENT_JOBS, "texts and grammars of this client"),
+            (len(every) + 1, MAX_JOBS, "texts and grammars"),
+            (len(own) and sum(own) + num_chars, MAX_CLIENT_CHARS, "characters of this client"),
+            (len(every) and sum(every) + num_chars, MAX_CHARS, "characters"),
         ):
             if number > most:
                 text = (
@@ -108,8 +106,8 @@ class JobQueue:
                     "again later"
                 )
                 raise Overloaded(text, RETRY_SECONDS, code="too_many_jobs")
-        self._jobs[client] = jobs + 1, chars + num_chars
         ticket = Ticket(client, num_chars, self._quick)
+        self._jobs.add(ticket)
         self._quick.add(ticket)
         return ticket
 
@@ -136,6 +134,4 @@ class JobQueue:
     def remove(self, ticket: Ticket) -> None:
         """Removes a job that has ended, or is given up."""
         ticket.lane.remove(ticket)
-        jobs, chars = self._jobs.pop(ticket.client)
-        if jobs > 1:
-            self._jobs[ticket.client] = jobs - 1, chars - ticket.num_chars
+        self._jobs.remove(ticket)
