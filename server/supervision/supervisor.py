@@ -314,12 +314,12 @@ class Supervisor:
             or f"ended with status {status}{'' if self._is_loaded else ' while it was loaded'}"
         )
         log.error("the engine %s; %d sequences are open", self._crash_reason, len(self.open))
+        self._engine, self._kill_reason, self._isolated, self._phase = None, "", None, ""
+        self._epoch += 1
         if not self._is_loaded:
             self._on_failed_load()
             return
         culprit = self.crash_policy.record_crash(self.open.values(), self._any_sent)
-        self._engine, self._kill_reason, self._isolated, self._phase = None, "", None, ""
-        self._epoch += 1
         if culprit is not None:
             log.error(
                 "sequence %d is quarantined: it crashed the engine %d times",
@@ -339,8 +339,6 @@ class Supervisor:
         """Tries again after a pause that grows; gives up after the recovery timeout, or where no
         engine was ever ready.
         """
-        self._engine, self._kill_reason, self._phase = None, "", ""
-        self._epoch += 1
         self.crash_policy.failed_loads += 1
         if self.crash_policy.failed_loads >= MIN_LOADS and (
             self.ready is None or self.recovery_overdue
