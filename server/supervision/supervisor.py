@@ -44,13 +44,7 @@ class Supervisor:
         self._timeouts = timeouts
         self._engine: Engine | None = None
         self._epoch = 0
-        self._kill_reason = ""
-        """Why the engine was killed, until it has exited; its messages are ignored meanwhile."""
-        self._progress = -1
-        self._is_loaded = self._is_refused = False  # Of the current engine.
-        self._silent_seconds = 0.0
-        self._ready_seconds = 0.0
-        self._loading_seconds = self._first_load = 0.0
+        self._first_load = 0.0
         self._down_seconds = 0.0
         """Seconds since an engine was last ready."""
         self._backoff = 0.0
@@ -61,8 +55,6 @@ class Supervisor:
         """Loading phase of an engine that is not ready, and how the one before it ended."""
         self._isolated: OpenSequence | None = None
         """The suspect that is being run alone."""
-        self._any_sent = False
-        """Whether the current engine was ever sent a sequence."""
         self.state = State.STARTING
         self.reason = ""
         self.ready: protocol.Ready | None = None
@@ -101,10 +93,10 @@ class Supervisor:
         self._epoch += 1
         epoch = self._epoch
         self._kill_reason = ""
+        """Why the engine was killed, until it has exited; its messages are ignored meanwhile."""
         self._progress = -1
-        self._any_sent = False
-        self._is_loaded = False
-        self._is_refused = False
+        self._any_sent = self._is_loaded = self._is_refused = False
+        """Whether this engine was ever sent a sequence, is loaded, has refused to load."""
         self._silent_seconds = self._ready_seconds = self._loading_seconds = 0.0
         self._engine = self._spawn(
             lambda message: self._on_message(epoch, message),
