@@ -230,7 +230,7 @@ class ChatTemplate:
                 "that it cannot be continued"
             )
             raise InvalidRequest(text, param="continue_final_message")
-        prompt = prompt[: prompt.rfind(end)] if end else prompt
+        prompt = prompt[: prompt.rfind(end)]
         if len(prompt) > MAX_PROMPT_CHARS:
             raise InvalidRequest(
                 f"the messages make a prompt of more than {MAX_PROMPT_CHARS} characters",
@@ -309,35 +309,30 @@ class _Aside:
     def __init__(self, codec: TextCodec, marks: Set[int]) -> None:
         self._codec = codec
         self._marks = marks
-        self._texts: list[str] = []
+        self._numbers: dict[str, int] = {}
+        """Of the texts that are put aside."""
         self._nonce = _nonce()
 
     def put(self, text: str) -> str:
         """The text with every mark that the tokenizer finds in it replaced."""
-        spans = [
-            (start, end)
-            for id, start, end in self._codec.encode_with_offsets(text, with_post_processor=False)
-            if id in self._marks
-        ]
         parts, at = [], 0
-        for start, end in spans:
-            parts += [text[at:start], f"{self._nonce}{len(self._texts):08}"]
-            self._texts.append(text[start:end])
-            at = end
+        for id, start, end in self._codec.encode_with_offsets(text, with_post_processor=False):
+            if id in self._marks:
+                number = self._numbers.setdefault(text[start:end], len(self._numbers))
+                parts += [text[at:start], f"{self._nonce}{number:08}"]
+                at = end
         return "".join([*parts, text[at:]])
 
     def encode(self, prompt: str) -> tuple[list[int], list[int]]:
         """Token ids of the rendered conversation, and the marks among them that the template
         wrote.
         """
-        plain = {
-            text: self._codec.encode_plain(text, self._marks) for text in dict.fromkeys(self._texts)
-        }
+        plain = [self._codec.encode_plain(text, self._marks) for text in self._numbers]
         ids: list[int] = []
         written: list[int] = []
         for number, part in enumerate(re.split(rf"{self._nonce}(\d{{8}})", prompt)):
             if number % 2:
-                ids += plain[self._texts[int(part)]]
+                ids += plain[int(part)]
             elif part:
                 # The template writes BOS itself, so the tokenizer must not add one.
                 bare = self._codec.encode_bare(part)
