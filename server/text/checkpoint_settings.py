@@ -24,11 +24,6 @@ BOUNDS: dict[str, tuple[float, float]] = {
 with integer bounds is an integer."""
 
 
-def _given(template: Path) -> tuple[str, str | None]:
-    """A template that an option names, wherever it lies."""
-    return str(template), read_text(template.resolve(), MOST_CONFIG_BYTES)
-
-
 class CheckpointFiles:
     """tokenizer_config.json, generation_config.json and the chat template of one folder, or
     `template` in place of that; all are read at once. Raises CheckpointError.
@@ -37,9 +32,7 @@ class CheckpointFiles:
     def __init__(self, folder: Path, template: Path | None = None) -> None:
         self._folder = folder
         self._tokenizer = read_object(folder / "tokenizer_config.json", MOST_LIST_BYTES) or {}
-        self.chat_template_place, source = (
-            self._template() if template is None else _given(template)
-        )
+        self.chat_template_place, source = self._template(template)
         self.generation = read_object(folder / "generation_config.json", MOST_CONFIG_BYTES) or {}
         """generation_config.json, unchecked."""
         if (source is not None or template is not None) and (
@@ -68,10 +61,13 @@ class CheckpointFiles:
         content = token.get("content") if isinstance(token, dict) else token
         return content if isinstance(content, str) else None
 
-    def _template(self) -> tuple[str, Any]:
-        """(file and field, value) of chat_template.jinja, chat_template.json or
-        tokenizer_config.json; of several named ones, `default`.
+    def _template(self, given: Path | None) -> tuple[str, Any]:
+        """(file and field, value) of the file that an option names, wherever it lies, or of
+        chat_template.jinja, chat_template.json or tokenizer_config.json; of several named ones,
+        `default`.
         """
+        if given is not None:
+            return str(given), read_text(given.resolve(), MOST_CONFIG_BYTES)
         path = self._folder / "chat_template.jinja"
         template: Any = read_text(path, MOST_CONFIG_BYTES)
         if template is not None:
