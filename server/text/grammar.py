@@ -79,20 +79,19 @@ def _tried(rules: CallRules, tokenizer: LLTokenizer) -> tuple[Compiled, str | No
 
 def _grammar(kind: str, text: str) -> str:
     """The llguidance grammar of a constraint. Raises ValueError with a message for the client."""
-    try:
-        if kind == "json":
-            text = json.dumps(json_schema.prepare(json_schema.parse(text)), allow_nan=False)
-    except json.JSONDecodeError:
-        raise ValueError("is a text that is not JSON") from None
-    except RecursionError:
-        raise ValueError("is nested too deeply") from None
     if kind == "json":
+        try:
+            text = json.dumps(json_schema.prepare(json_schema.parse(text)), allow_nan=False)
+        except json.JSONDecodeError:
+            raise ValueError("is a text that is not JSON") from None
+        except RecursionError:
+            raise ValueError("is nested too deeply") from None
         return LLMatcher.grammar_from_json_schema(text, overrides=json_schema.GUIDANCE)
     if kind == "regex":
         return LLMatcher.grammar_from_regex(text)
     if kind == "choice":
         return LLMatcher.grammar_from_lark(
-            "start: " + " | ".join(json.dumps(choice) for choice in json.loads(text))
+            "start: " + " | ".join(map(json.dumps, json.loads(text)))
         )
     if "::=" in text:  # GBNF's, unless it stands in a text of Lark's.
         try:
