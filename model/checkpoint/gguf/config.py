@@ -108,11 +108,7 @@ def _rotated(metadata: Metadata, model_type: str) -> dict[str, Any]:
     """A config with a head as wide for keys as for values and rotated whole, and RMS norms."""
     sizes = _sizes(metadata)
     default = max(1, sizes["hidden_size"] // sizes["num_attention_heads"])
-    width = metadata.columns("attention.key_length", default)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if metadata.columns(key, width) != width:
-            served = "onehead serves keys and values of one width, rotated whole"
-            raise metadata.wrong(key, f"attention.key_length, {width}: {served}")
+    width = _width(metadata, "", default)
     return sizes | {
         "model_type": model_type,
         "num_key_value_heads": 1,
@@ -267,12 +263,15 @@ def _each(metadata: Metadata, key: str, count: int) -> list[int]:
     return found
 
 
-def _width(metadata: Metadata, suffix: str) -> int:
-    """Columns of a head, the same of keys and values, which are rotated whole."""
-    width = metadata.columns(f"attention.key_length{suffix}")
+def _width(metadata: Metadata, suffix: str, default: int | None = None) -> int:
+    """Columns of a head, the same of keys and values, which are rotated whole. `suffix`: of the
+    keys, by the kind of layer.
+    """
+    width = metadata.columns(f"attention.key_length{suffix}", default)
     for key in (f"attention.value_length{suffix}", f"rope.dimension_count{suffix}"):
         if metadata.columns(key, width) != width:
-            raise metadata.wrong(key, f"attention.key_length{suffix}, {width}")
+            served = "onehead serves keys and values of one width, rotated whole"
+            raise metadata.wrong(key, f"attention.key_length{suffix}, {width}: {served}")
     return width
 
 
