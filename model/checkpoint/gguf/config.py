@@ -14,6 +14,7 @@ from typing import Any
 from model.checkpoint.config import MOST, Config, short
 from model.checkpoint.files import Stored
 from model.checkpoint.gguf.header import GGUFFile
+from model.checkpoint.gguf.types import table
 from model.checkpoint.pooling import IN_FILE, IN_FILE_LAYERS
 from model.spec import CheckpointError
 
@@ -30,14 +31,14 @@ BASES = {"": 1e6, "_swa": 1e4}
 """Gemma 4's rotary bases where a file does not say them, of layers without and with a window."""
 _DTYPES = {"F16": "float16", "BF16": "bfloat16"}
 _HARMLESS = ("rope.scaling.finetuned", "vocab_size")
-_NEUTRAL = """
+_NEUTRAL = table("""
 rope.scale_linear 1           attention.max_alibi_bias 0         attention.clamp_kqv 0
 attention.scale 0             attention.temperature_scale 0      attention.temperature_length 0
 attention.causal 1            embedding_scale 0                  residual_scale 0
 logit_scale 0                 nextn_predict_layers 0             pooling_type 0
 use_parallel_residual 0       rope.scaling.yarn_ext_factor 1     rope.scaling.yarn_attn_factor 1
 rope.scaling.attn_factor 1    expert_count 0
-"""
+""")
 """Keys that change what is computed, with the value that changes nothing; others are refused."""
 
 
@@ -72,8 +73,7 @@ def config_of(gguf: GGUFFile) -> dict[str, Any]:
     metadata = Metadata(gguf)
     embeds = architecture_of(gguf) == EMBEDS
     others = {"attention.causal": "0", "pooling_type": "1"} if embeds else {}
-    for key, neutral in zip(_NEUTRAL.split()[::2], _NEUTRAL.split()[1::2], strict=True):
-        neutral = others.get(key, neutral)
+    for key, neutral in (_NEUTRAL | others).items():
         if (value := metadata.get(key)) is not None and value != int(neutral):
             raise metadata.wrong(key, f"{neutral}: onehead serves no other")
     if EMBEDDING not in metadata.tensors:

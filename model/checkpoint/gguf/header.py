@@ -139,7 +139,7 @@ def _description(cursor: Cursor, number: int) -> tuple[str, BlockType, tuple[int
     shape = tuple(cursor.number("Q", name) for _ in range(dimensions))[::-1]
     number, offset = cursor.number("I", name), cursor.number("Q", name)
     if (kind := BLOCK_TYPES.get(number)) is None:
-        found = OTHERS.get(number, f"number {number}")
+        found = OTHERS.get(str(number), f"number {number}")
         raise CheckpointError(f"tensor {name} has type {found}; read are {', '.join(BY_NAME)}")
     if min(shape) < 1 or shape[-1] % kind.block_elements:
         expected = f"expected rows of one or more blocks of {kind.block_elements}"

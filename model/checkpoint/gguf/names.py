@@ -13,7 +13,7 @@ from model.checkpoint.config import Config
 from model.checkpoint.files import Stored
 from model.checkpoint.gguf.config import EMBEDS, FREQUENCIES, SECOND_NORM, architecture_of
 from model.checkpoint.gguf.header import GGUFFile
-from model.checkpoint.gguf.types import BY_NAME
+from model.checkpoint.gguf.types import BY_NAME, table
 from model.spec import CheckpointError
 
 
@@ -30,43 +30,37 @@ class Source:
     """Number that is to be added to each value."""
 
 
-def _table(text: str) -> dict[str, str]:
-    """Module in the file -> module in the checkpoint, two words each."""
-    words = text.split()
-    return dict(zip(words[::2], words[1::2], strict=True))
-
-
-_LLAMA = _table("""
+_LLAMA = table("""
     attn_norm input_layernorm  attn_q self_attn.q_proj  attn_k self_attn.k_proj
     attn_v self_attn.v_proj  attn_output self_attn.o_proj  ffn_norm post_attention_layernorm
     ffn_gate mlp.gate_proj  ffn_up mlp.up_proj  ffn_down mlp.down_proj
 """)
-_GEMMA3 = _LLAMA | _table("""
+_GEMMA3 = _LLAMA | table("""
     attn_q_norm self_attn.q_norm                  attn_k_norm self_attn.k_norm
     post_attention_norm post_attention_layernorm  ffn_norm pre_feedforward_layernorm
     post_ffw_norm post_feedforward_layernorm
 """)
-_GEMMA4 = _GEMMA3 | _table("""
+_GEMMA4 = _GEMMA3 | table("""
     inp_gate per_layer_input_gate  proj per_layer_projection  post_norm post_per_layer_input_norm
     layer_output_scale layer_scalar
 """)
-_STARCODER = _table("""
+_STARCODER = table("""
     attn_norm ln_1  attn_qkv attn.c_attn  attn_output attn.c_proj  ffn_norm ln_2
     ffn_up mlp.c_fc  ffn_down mlp.c_proj
 """)
-_FALCON = _table("""
+_FALCON = table("""
     attn_norm input_layernorm     attn_qkv self_attention.query_key_value
     attn_norm_2 ln_attn           attn_output self_attention.dense
     ffn_up mlp.dense_h_to_4h      ffn_down mlp.dense_4h_to_h
 """)
-_OUTER_LLAMA = _table("token_embd model.embed_tokens  output_norm model.norm  output lm_head")
-_OUTER_EMBEDDING = _OUTER_LLAMA | _table("dense_2 2_Dense.linear  dense_3 3_Dense.linear")
-_OUTER_GEMMA4 = _OUTER_LLAMA | _table("""
+_OUTER_LLAMA = table("token_embd model.embed_tokens  output_norm model.norm  output lm_head")
+_OUTER_EMBEDDING = _OUTER_LLAMA | table("dense_2 2_Dense.linear  dense_3 3_Dense.linear")
+_OUTER_GEMMA4 = _OUTER_LLAMA | table("""
     per_layer_token_embd model.embed_tokens_per_layer
     per_layer_model_proj model.per_layer_model_projection
     per_layer_proj_norm model.per_layer_projection_norm
 """)
-_OUTER_GPT = _table("""
+_OUTER_GPT = table("""
     token_embd transformer.wte  position_embd transformer.wpe  output_norm transformer.ln_f
     output lm_head
 """)

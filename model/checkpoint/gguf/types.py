@@ -18,10 +18,17 @@ class BlockType:
         return num_elements // self.block_elements * self.block_bytes
 
 
-_OTHERS = """
+def table(text: str) -> dict[str, str]:
+    """Key -> value, a word each, in the order of the text."""
+    words = text.split()
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+OTHERS = table("""
 10 Q2_K 11 Q3_K 16 IQ2_XXS 17 IQ2_XS 18 IQ3_XXS 19 IQ1_S 20 IQ4_NL 21 IQ3_S 22 IQ2_S 23 IQ4_XS 24 I8
 25 I16 26 I32 27 I64 28 F64 29 IQ1_M 34 TQ1_0 35 TQ2_0 39 MXFP4 40 NVFP4
-"""
+""")
+"""Number -> name, for messages, of the types that are not read."""
 BLOCK_TYPES = {
     0: BlockType("F32", 1, 4),
     1: BlockType("F16", 1, 2),
@@ -37,5 +44,3 @@ BLOCK_TYPES = {
 }
 """The types that are read, by their number in the file."""
 BY_NAME = {kind.name: kind for kind in BLOCK_TYPES.values()}
-OTHERS = dict(zip(map(int, _OTHERS.split()[::2]), _OTHERS.split()[1::2], strict=True))
-"""Names for messages of types that are not read."""
