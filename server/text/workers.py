@@ -109,10 +109,6 @@ class Workers:
                 self._forker = None
         return self._forker is None
 
-    def _replace(self) -> None:
-        log.warning("the process that forks workers does not answer; it is replaced")
-        self._kill()
-
     def _kill(self) -> None:
         """Kills the forking process, if there is one."""
         if not self._has_ended() and self._forker is not None:
@@ -225,7 +221,8 @@ class Workers:
                     self.keep_running()
                 return int.from_bytes(reading.result(), "big")
         except TimeoutError:
-            self._replace()
+            log.warning("the process that forks workers does not answer; it is replaced")
+            self._kill()
             raise _NotForked from None
         except (OSError, EOFError):
             raise _NotForked from None

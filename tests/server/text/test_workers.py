@@ -211,7 +211,7 @@ async def test_only_a_forking_process_that_is_there_is_killed(
                 workers.keep_running()  # while no other can be started.
             with pytest.raises(Unavailable):
                 await waiting
-            workers._replace()
+            workers._kill()
             workers.close()
             assert not killed
     finally:
