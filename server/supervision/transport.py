@@ -84,7 +84,7 @@ class EngineHolder:
 
     def __init__(self, start: protocol.Start, grammars: socket.socket) -> None:
         self._first: Connection | None
-        self._first, pipe = Pipe(duplex=True)
+        self._first, pipe = Pipe()
         self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # The child holds the only copies afterwards, so that they end when it does.
         with pipe, control:
@@ -118,7 +118,7 @@ class EngineHolder:
         pipe, self._first = self._first, None
         if pipe is not None:
             return pipe
-        ours, theirs = Pipe(duplex=True)
+        ours, theirs = Pipe()
         with theirs:
             try:
                 socket.send_fds(self._control, [NEXT], [theirs.fileno()])
