@@ -277,9 +277,9 @@ class Fill(Job, frozen=True):
     prefix: str
     suffix: str
     heal: bool
-    extra: tuple[tuple[str, str], ...] = ()
-    field: str = "suffix"
-    begun: str = ""
+    extra: tuple[tuple[str, str], ...]
+    field: str
+    begun: str
 
     @property
     def num_chars(self) -> int:
