@@ -20,7 +20,6 @@ import select
 import socket
 import time
 from multiprocessing.connection import Connection
-from typing import Any
 
 import msgspec
 
@@ -45,6 +44,7 @@ JOB_NICE, CONSTRAINT_NICE = 10, 19
 FORK_ATTEMPTS, FORK_PAUSE = 10, 0.1
 """Attempts to fork a child where the system has no process for it, and the seconds between them."""
 LENGTH_BYTES = 4
+"""Of a process id, and of the length that multiprocessing writes before a message."""
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -72,12 +72,6 @@ class Outcome(msgspec.Struct, frozen=True):
     failure: str = ""
 
 
-def frame(message: Any) -> bytes:
-    """A message with its length, as both sides send it."""
-    data = msgspec.msgpack.encode(message)
-    return len(data).to_bytes(LENGTH_BYTES, "big") + data
-
-
 def outcome(job: AnyJob, texts: Texts) -> Outcome:
     """Carries out a job."""
     try:
@@ -92,14 +86,12 @@ def _run_job(descriptor: int, texts: Texts) -> None:
     os.nice(JOB_NICE)
     # Libraries write about memory that they lack to standard error, in words of their own.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    with socket.socket(fileno=descriptor) as channel, channel.makefile("rwb") as stream:
-        stream.write(os.getpid().to_bytes(LENGTH_BYTES, "big"))
-        stream.flush()
-        length = int.from_bytes(stream.read(LENGTH_BYTES), "big")
-        job: AnyJob = msgspec.msgpack.decode(stream.read(length), type=AnyJob)
+    with Connection(descriptor) as pipe:
+        os.write(descriptor, os.getpid().to_bytes(LENGTH_BYTES, "big"))
+        job: AnyJob = msgspec.msgpack.decode(pipe.recv_bytes(), type=AnyJob)
         with child_process.ended_by_close(descriptor):
             done = outcome(job, texts)
-        stream.write(frame(done))
+        pipe.send_bytes(msgspec.msgpack.encode(done))
 
 
 def _follow(descriptor: int, texts: Texts) -> None:

@@ -23,7 +23,7 @@ from server.errors import InvalidRequest, Overloaded, Unavailable
 from server.text import worker_process
 from server.text.job_queue import QUANTUM, RETRY_SECONDS, JobQueue, Ticket
 from server.text.jobs import AnyJob, Texts
-from server.text.worker_process import JOB, JOB_MEMORY, LENGTH_BYTES, Loaded, Outcome, frame
+from server.text.worker_process import JOB, JOB_MEMORY, LENGTH_BYTES, Loaded, Outcome
 
 log = logging.getLogger("onehead.workers")
 
@@ -199,7 +199,8 @@ class Workers:
         reader, writer = await asyncio.open_connection(sock=ours)
         try:
             pid = await self._child(reader)
-            writer.write(frame(job))
+            data = msgspec.msgpack.encode(job)
+            writer.write(len(data).to_bytes(LENGTH_BYTES, "big") + data)
             reading = asyncio.create_task(_read_outcome(reader))
             try:
                 return await self._watched(ticket, reading, pid, seconds, job)
