@@ -42,11 +42,13 @@ class FillInTheMiddle:
         """Ids of the tokens before the prefix, the suffix and the middle; None where the tokenizer
         has none."""
         self._separator: int | None = None
-        for *marks, separator in (_named_marks(codec), *MARKS):
-            prefix, suffix, middle = (codec.token_id(mark) if mark else None for mark in marks)
+        for marks in (_named_marks(codec), *MARKS):
+            prefix, suffix, middle, separator = (
+                codec.token_id(mark) if mark else None for mark in marks
+            )
             if prefix is not None and suffix is not None and middle is not None:
                 self.marks = prefix, suffix, middle
-                self._separator = codec.token_id(separator) if separator else None
+                self._separator = separator
                 break
 
     def fill(
@@ -89,8 +91,8 @@ class FillInTheMiddle:
             middle_id,
             *begun_ids,
         ]
-        stops = (*self.marks, *(() if self._separator is None else (self._separator,)))
-        return Filling(prompt, healed, stops)
+        separator = () if self._separator is None else (self._separator,)
+        return Filling(prompt, healed, self.marks + separator)
 
     def _file(self, name: str, text: str) -> list[int]:
         if self._separator is None:
