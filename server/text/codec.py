@@ -215,8 +215,10 @@ class TextCodec:
 
     def _token_text(self, id: int) -> str:
         whole = self.whole_text(id)
-        if whole is not None or id in self.special_ids:
-            return self.decode([id]) if whole is None else whole
+        if whole is not None:
+            return whole
+        if id in self.special_ids:
+            return self.decode([id])
         detokenizer = Detokenizer(self, self._anchor)
         return detokenizer.push(id) + detokenizer.flush()
 
