@@ -54,7 +54,7 @@ class Source:
 class Runner(Protocol):
     """Runs jobs in other processes: Workers, or a double of it."""
 
-    async def run(self, job: AnyJob, client: str, seconds: float) -> Any: ...
+    async def run(self, job: AnyJob, client: str) -> Any: ...
 
 
 class TextService:
@@ -75,7 +75,7 @@ class TextService:
         """The result of a job of a client. Raises InvalidRequest, Overloaded or Unavailable."""
         if job.num_chars < LONG_TEXT_CHARS and not job.needs_grammars and self._is_cheap(job):
             return job.run(self.texts)
-        return await self.workers.run(job, client, job.max_seconds)
+        return await self.workers.run(job, client)
 
     def _is_cheap(self, job: AnyJob) -> bool:
         if not isinstance(job, EncodeChat) or not self.texts.chat_template.exists:

@@ -133,19 +133,19 @@ class Workers:
         for end in itertools.chain(*self._channels):
             end.close()
 
-    async def run(self, job: AnyJob, client: str, seconds: float) -> Any:
-        """The result of a job. Raises InvalidRequest if it refuses, or takes more than `seconds` of
+    async def run(self, job: AnyJob, client: str) -> Any:
+        """The result of a job. Raises InvalidRequest if it refuses, or takes more than its limit of
         processor time or too much memory; Overloaded or Unavailable if it could not be done for
         other reasons.
         """
         ticket = self._queue.add(client, job.num_chars)
         self._turns[ticket] = asyncio.Event()
         try:
-            async with asyncio.timeout(WAIT_FACTOR * seconds):
-                outcome = await self._outcome(ticket, job, seconds)
+            async with asyncio.timeout(WAIT_FACTOR * job.max_seconds):
+                outcome = await self._outcome(ticket, job)
         except TimeoutError:
             text = "too many texts and grammars are being processed; try again later"
-            raise Overloaded(text, max(1, round(seconds)), code="too_many_jobs") from None
+            raise Overloaded(text, max(1, round(job.max_seconds)), code="too_many_jobs") from None
         finally:
             del self._turns[ticket]
             self._queue.remove(ticket)
@@ -162,14 +162,14 @@ class Workers:
         for ticket in self._queue.start():
             self._turns[ticket].set()
 
-    async def _outcome(self, ticket: Ticket, job: AnyJob, seconds: float) -> Outcome:
+    async def _outcome(self, ticket: Ticket, job: AnyJob) -> Outcome:
         """Runs a job in its turns. One whose process was lost is begun again once."""
         losses = 0
         while True:
             self._pass_turns()
             await self._turns[ticket].wait()
             try:
-                outcome = await self._attempt(ticket, job, seconds)
+                outcome = await self._attempt(ticket, job)
                 if outcome is not None:
                     return outcome
                 self._turns[ticket].clear()
@@ -185,7 +185,7 @@ class Workers:
                 if losses > 1:
                     raise job.refusal(_MEMORY) from None
 
-    async def _attempt(self, ticket: Ticket, job: AnyJob, seconds: float) -> Outcome | None:
+    async def _attempt(self, ticket: Ticket, job: AnyJob) -> Outcome | None:
         """Runs a job in a child process; None if it lost its place to another job."""
         ours, theirs = socket.socketpair()
         with theirs:
@@ -203,7 +203,7 @@ class Workers:
             writer.write(len(data).to_bytes(LENGTH_BYTES, "big") + data)
             reading = asyncio.create_task(_read_outcome(reader))
             try:
-                return await self._watched(ticket, reading, pid, seconds, job)
+                return await self._watched(ticket, reading, pid, job)
             finally:
                 reading.cancel()
         finally:
@@ -231,18 +231,18 @@ class Workers:
             reading.cancel()
 
     async def _watched(
-        self, ticket: Ticket, reading: asyncio.Task[Outcome], pid: int, seconds: float, job: AnyJob
+        self, ticket: Ticket, reading: asyncio.Task[Outcome], pid: int, job: AnyJob
     ) -> Outcome | None:
         """The outcome of a job that runs in process `pid`, if it comes within its time. The caller
         ends the process if not.
         """
         while not reading.done():
-            limit = seconds if self._queue.is_slow(ticket) else min(QUANTUM, seconds)
+            limit = job.max_seconds if self._queue.is_slow(ticket) else QUANTUM
             left = limit - _processor_seconds(pid)
             if left > 0:
                 await asyncio.wait([reading], timeout=max(left, 0.01))
-            elif limit >= seconds:
-                raise job.refusal(f"{seconds:g} s of processor time")
+            elif limit >= job.max_seconds:
+                raise job.refusal(f"{job.max_seconds:g} s of processor time")
             else:
                 self._queue.slow_down(ticket)
                 self._pass_turns()

@@ -18,7 +18,7 @@ class InlineWorkers:
     def __init__(self, codec: TextCodec) -> None:
         self.texts = Texts(codec)
 
-    async def run(self, job: AnyJob, client: str, seconds: float) -> Any:
+    async def run(self, job: AnyJob, client: str) -> Any:
         return job.run(self.texts)
 
 

@@ -24,9 +24,9 @@ class Recorded(InlineWorkers):
         super().__init__(codec)
         self.clients: list[str] = []
 
-    async def run(self, job: AnyJob, client: str, seconds: float) -> Any:
+    async def run(self, job: AnyJob, client: str) -> Any:
         self.clients.append(client)
-        return await super().run(job, client, seconds)
+        return await super().run(job, client)
 
 
 @pytest.fixture

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 from llguidance import LLMatcher
+from msgspec import defstruct
+from msgspec.structs import astuple
 
 from server import child_process, guidance
 from server.engine.masks import MaskProcesses
@@ -77,7 +79,10 @@ REFUSED: list[AnyJob] = [
 
 
 async def run(workers: Workers, job: AnyJob, client: str = "a", seconds: float = 5.0) -> Any:
-    return await workers.run(job, client, seconds)
+    """The result of a job with this limit of processor time."""
+    kind, limit = type(job), {"max_seconds": seconds}
+    limited: Any = defstruct(kind.__name__, [], bases=(kind,), namespace=limit, frozen=True)
+    return await workers.run(limited(*astuple(job)), client)
 
 
 async def test_a_job_has_the_same_outcome_in_a_worker(workers: Workers, texts: Texts) -> None:
