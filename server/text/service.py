@@ -10,12 +10,13 @@ import json
 import logging
 from collections.abc import Set
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from server.errors import InvalidRequest
 from server.text.calls.rules import Compiled
 from server.text.chat_template import MAX_CHEAP_MESSAGES
 from server.text.jobs import AnyJob, CompileGrammar, EncodeChat, Texts
+from server.text.workers import Workers
 
 log = logging.getLogger("onehead.chat")
 
@@ -51,16 +52,10 @@ class Source:
             raise InvalidRequest(message, param=self.field) from None
 
 
-class Runner(Protocol):
-    """Runs jobs in other processes: Workers, or a double of it."""
-
-    async def run(self, job: AnyJob, client: str) -> Any: ...
-
-
 class TextService:
     """The jobs of one server."""
 
-    def __init__(self, texts: Texts, workers: Runner) -> None:
+    def __init__(self, texts: Texts, workers: Workers) -> None:
         self.texts = texts
         self.workers = workers
         self.cheap_template = False

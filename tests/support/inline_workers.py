@@ -10,10 +10,11 @@ from server.text.calls.rules import Compiled
 from server.text.codec import TextCodec
 from server.text.jobs import AnyJob, Texts
 from server.text.service import Source, TextService
+from server.text.workers import Workers
 
 
-class InlineWorkers:
-    """Runs jobs without limits."""
+class InlineWorkers(Workers):
+    """Runs jobs without limits and processes."""
 
     def __init__(self, codec: TextCodec) -> None:
         self.texts = Texts(codec)
