@@ -51,7 +51,9 @@ class Texts:
 
 
 class Job(msgspec.Struct, frozen=True, tag=True):
-    """Base of the jobs. `Result`: the type of the value that `run` returns."""
+    """Base of the jobs. Each has a method `run(texts)`, which does the work and returns a value of
+    the type `Result`, or raises InvalidRequest.
+    """
 
     Result: ClassVar[Any] = list[int]
     max_seconds: ClassVar[float] = 5.0
@@ -68,10 +70,6 @@ class Job(msgspec.Struct, frozen=True, tag=True):
     def longest(self) -> int:
         """Characters of the longest prompt that it makes."""
         return self.num_chars
-
-    def run(self, texts: Texts) -> Any:
-        """Does the work. Raises InvalidRequest."""
-        raise NotImplementedError
 
     def refusal(self, bound: str) -> InvalidRequest:
         """The error for a job that needs more than a bound of time or memory."""
