@@ -51,7 +51,6 @@ class CheckpointFiles:
             if (value := self.generation.get(key)) is not None
         }
         """The sampling parameters in generation_config.json, by name."""
-        self.eos_token = self.special_token("eos_token")
 
     def special_token(self, key: str) -> str | None:
         """The text of `bos_token`, `eos_token` or another special token, given as a string or an

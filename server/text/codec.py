@@ -94,9 +94,10 @@ class TextCodec:
         )
         """Ids that untrusted text never becomes: the special tokens and every added token that the
         chat template writes."""
-        end = self.tokenizer.token_to_id(self.files.eos_token) if self.files.eos_token else None
-        self.end_token_ids: tuple[int, ...] = () if end is None else (end,)
+        self.end_token_ids: tuple[int, ...] = ()
         """The end-of-sequence token, and after `end_at` the token that ends a turn."""
+        if end := self.files.special_token("eos_token"):
+            self.end_at(self.token_id(end))
         self.raw_bytes = cache(self._raw_bytes)
         """The bytes of a token as the decoder joins them, where `is_bytes`."""
         self.whole_text = cache(self._whole_text)
