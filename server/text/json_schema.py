@@ -37,10 +37,9 @@ EXACT = 2**53
 """llguidance reads numbers as floats, which represent integers exactly only below this."""
 MAX_INTEGER = 9 * 10**18
 """Largest integer of a schema without bounds: it has 64 bits."""
-_EXACT = (
-    *("const", "enum", "minimum", "maximum"),
-    *("exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-)
+_LOW, _HIGH = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+"""Bounds of a number."""
+_EXACT = (*_LOW, *_HIGH, "const", "enum", "multipleOf")
 _IN_PLACE = ("allOf", "anyOf", "oneOf")
 _FORMATS = ("duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 _YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
@@ -382,8 +381,7 @@ def _bound_digits(prepared: Node) -> None:
     """Bounds numbers, the only values of a schema."""
     kind = prepared["type"] = "number" if "number" in prepared["type"] else "integer"
     low, high = (
-        [prepared[key] for key in keys if _is_number(prepared.get(key))]
-        for keys in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
+        [prepared[key] for key in keys if _is_number(prepared.get(key))] for keys in (_LOW, _HIGH)
     )
     if len(prepared) == 1:
         # All such properties share one rule of the grammar, whose size is bounded.
@@ -445,8 +443,8 @@ def _says_nothing(key: str, value: Any, node: Node) -> bool:
     """
     if value is None:
         return key != "const"
-    if key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum") and _is_number(value):
-        return bool(value < -MAX_INTEGER if key.endswith("inimum") else value > MAX_INTEGER)
+    if key in (*_LOW, *_HIGH) and _is_number(value):
+        return bool(value < -MAX_INTEGER if key in _LOW else value > MAX_INTEGER)
     if key in ("then", "else", "minContains", "maxContains"):
         return True  # They belong to another one.
     if key == "if":
