@@ -69,7 +69,7 @@ class Frames:
                 end = begin + _LENGTH.size + length
                 if len(self._data) < end:
                     break
-                frame = bytes(self._data[begin + _LENGTH.size : end])
+                frame = self._data[begin + _LENGTH.size : end]
                 begin = end
                 yield protocol.decode_from_engine(frame)
         finally:
