@@ -11,7 +11,12 @@ from model.checkpoint.config import Config
 from model.checkpoint.families import spec_of
 from model.checkpoint.gguf.config import config_of
 from model.checkpoint.gguf.header import GGUFFile
-from model.checkpoint.gguf.tokenizer import generation_config, tokenizer_config, tokenizer_json
+from model.checkpoint.gguf.tokenizer import (
+    Vocabulary,
+    generation_config,
+    tokenizer_config,
+    tokenizer_json,
+)
 from model.spec import CheckpointError
 
 TOKENIZER = {
@@ -31,7 +36,8 @@ def write(file: Path, folder: Path) -> None:
         spec_of(file, contents["config.json"], warn=False)
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}") from None  # Of the family, which knows no file.
-    metadata = Config(gguf.metadata, str(file))
-    for name, content in (contents | {k: make(metadata) for k, make in TOKENIZER.items()}).items():
+    vocabulary = Vocabulary(Config(gguf.metadata, str(file)))
+    contents |= {name: make(vocabulary) for name, make in TOKENIZER.items()}
+    for name, content in contents.items():
         text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
         (folder / name).write_text(text, encoding="utf-8")

@@ -8,8 +8,6 @@ merging. It knows neither the file nor the library that reads a tokenizer.json.
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from model.checkpoint.config import Config, short
@@ -53,30 +51,25 @@ REFUSED = {
 """Keys that would change what is tokenized or generated, unless they are false or empty."""
 
 
-@dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The tokens of a GGUF file by id, with the types of llama.cpp's TokenType."""
+    """The tokens of a GGUF file by id, with the types of llama.cpp's TokenType, and all metadata as
+    `config`. Raises CheckpointError for lists that do not fit together, and for a repeated token.
+    """
 
-    config: Config
-    tokens: list[str]
-    types: Sequence[int]
-
-    @classmethod
-    def of(cls, config: Config) -> "Vocabulary":
-        """Raises CheckpointError for lists that do not fit together, and for a repeated token."""
+    def __init__(self, config: Config) -> None:
+        self.config = config
         given = _list(config, "tokens", str)
-        tokens = [token or f"[EMPTY_{id}]" for id, token in enumerate(given)]
-        types: Sequence[int] = [NORMAL] * len(tokens)
+        self.tokens = [token or f"[EMPTY_{id}]" for id, token in enumerate(given)]
+        self.types = [NORMAL] * len(given)
         if config.get(f"{PREFIX}token_type") is not None:
-            types = _list(config, "token_type", int, len(tokens))
-        (token, count), *_ = Counter(tokens).most_common(1)
+            self.types = _list(config, "token_type", int, len(given))
+        (token, count), *_ = Counter(self.tokens).most_common(1)
         if count > 1:
             expected = f"each token once, not {count} times {short(token)}"
             raise config.wrong(f"{PREFIX}tokens", expected)
         for key, why in REFUSED.items():
             if config.get(PREFIX + key):
                 raise config.wrong(PREFIX + key, f"false or empty, as {why}")
-        return cls(config, tokens, types)
 
     def id(self, *names: str) -> int | None:
         """The id under the first of these names that the metadata has. Raises CheckpointError if
@@ -93,11 +86,11 @@ class Vocabulary:
         return None if id is None else self.tokens[id]
 
 
-def tokenizer_json(config: Config) -> Json:
-    """The content of tokenizer.json, by all metadata. Raises CheckpointError that names the key for
-    a tokenizer that is not supported.
+def tokenizer_json(vocabulary: Vocabulary) -> Json:
+    """The content of tokenizer.json. Raises CheckpointError that names the key for a tokenizer that
+    is not supported.
     """
-    vocabulary = Vocabulary.of(config)
+    config = vocabulary.config
     kind = config.choice(
         f"{PREFIX}model", {name: name for name in ("llama", "gpt2", GEMMA4)}, "none"
     )
@@ -114,25 +107,24 @@ def tokenizer_json(config: Config) -> Json:
     }
 
 
-def tokenizer_config(config: Config) -> Json:
+def tokenizer_config(vocabulary: Vocabulary) -> Json:
     """The content of tokenizer_config.json: the special tokens, those of fill-in-the-middle, and
     the chat templates.
     """
-    vocabulary = Vocabulary.of(config)
     named: Json = {key: vocabulary.text(*names) for key, names in NAMED.items()}
     named["chat_template"] = [
         {"name": key.removeprefix(TEMPLATE)[1:] or "default", "template": text}
-        for key, text in sorted(config.values.items())
+        for key, text in sorted(vocabulary.config.values.items())
         if f"{key}.".startswith(f"{TEMPLATE}.")
     ]
     return {"tokenizer_class": "PreTrainedTokenizerFast"} | {k: v for k, v in named.items() if v}
 
 
-def generation_config(config: Config) -> Json:
+def generation_config(vocabulary: Vocabulary) -> Json:
     """The content of generation_config.json: every token that ends a text, and the sampling
     parameters that the file recommends.
     """
-    vocabulary = Vocabulary.of(config)
+    config = vocabulary.config
     ends = {id for name in ENDS if (id := vocabulary.id(name)) is not None}
     if config.get(f"{PREFIX}model") == GEMMA4:
         ends |= {vocabulary.tokens.index(each) for each in ENDING if each in vocabulary.tokens}

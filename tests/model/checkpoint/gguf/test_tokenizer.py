@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from model.checkpoint.config import Config
-from model.checkpoint.gguf.tokenizer import CONTROL, NORMAL, PREFIX, USER_DEFINED
+from model.checkpoint.gguf.tokenizer import CONTROL, NORMAL, PREFIX, USER_DEFINED, Vocabulary
 from model.checkpoint.gguf.tokenizer import generation_config as generation
 from model.checkpoint.gguf.tokenizer import tokenizer_config as configured
 from model.checkpoint.gguf.tokenizer import tokenizer_json as converted
@@ -46,15 +46,15 @@ needs_sentencepiece = pytest.mark.skipif(
 
 
 def tokenizer_json(metadata: dict[str, Any]) -> dict[str, Any]:
-    return converted(Config(metadata, "m.gguf"))
+    return converted(Vocabulary(Config(metadata, "m.gguf")))
 
 
 def tokenizer_config(metadata: dict[str, Any]) -> dict[str, Any]:
-    return configured(Config(metadata, "m.gguf"))
+    return configured(Vocabulary(Config(metadata, "m.gguf")))
 
 
 def generation_config(metadata: dict[str, Any]) -> dict[str, Any]:
-    return generation(Config(metadata, "m.gguf"))
+    return generation(Vocabulary(Config(metadata, "m.gguf")))
 
 
 def loaded(metadata: dict[str, Any]) -> Tokenizer:
