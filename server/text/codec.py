@@ -412,7 +412,7 @@ class StopStrings:
 
     def __init__(self, stops: tuple[str, ...], keep: bool = True) -> None:
         self._stops = stops
-        self._longest = max((len(stop) for stop in stops), default=1) - 1
+        self._longest = max(map(len, stops), default=1) - 1
         self._first = frozenset(stop[0] for stop in stops)
         self._keep = keep
         self._seen = ""
