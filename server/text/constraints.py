@@ -6,6 +6,7 @@ does the parsing. Invariant: a mask, and whether a limit is exceeded, depend on 
 output alone. Each grammar has already been compiled under the same limits (server.text.grammar).
 """
 
+import re
 from collections.abc import Callable
 
 from llguidance import LLMatcher, LLTokenizer
@@ -41,7 +42,7 @@ class Grammars:
                     self._matcher(asked.grammar), asked.output[start:], self._before_mask
                 )
             )
-        matcher = self._matcher(LLMatcher.grammar_from_regex(f"(?s:{_literal(asked.healed)}.*)"))
+        matcher = self._matcher(LLMatcher.grammar_from_regex(f"(?s:{re.escape(asked.healed)}.*)"))
         return HealingConstraint(self.tokenizer, matcher, asked.healed, asked.output)
 
     def _end_of(self, opening: protocol.Opening, output: list[int]) -> int | None:
@@ -122,8 +123,3 @@ class HealingConstraint:
 def _check(matcher: LLMatcher) -> None:
     if matcher.is_error():
         raise ConstraintFailed(TOO_COMPLEX)
-
-
-def _literal(text: str) -> str:
-    """A regular expression that matches exactly this text."""
-    return "".join(f"\\x{{{ord(character):x}}}" for character in text)
