@@ -48,4 +48,4 @@ class Compiler:
 
     async def compile(self, source: Source) -> str:
         """The grammar. Raises InvalidRequest."""
-        return await TextService(self._workers.texts, self._workers).grammar(source, "")
+        return (await self.compiled(source)).grammar

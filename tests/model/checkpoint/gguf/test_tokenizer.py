@@ -13,10 +13,16 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from model.checkpoint.config import Config
-from model.checkpoint.gguf.tokenizer import CONTROL, NORMAL, PREFIX, USER_DEFINED, Vocabulary
-from model.checkpoint.gguf.tokenizer import generation_config as generation
-from model.checkpoint.gguf.tokenizer import tokenizer_config as configured
-from model.checkpoint.gguf.tokenizer import tokenizer_json as converted
+from model.checkpoint.gguf.tokenizer import (
+    CONTROL,
+    NORMAL,
+    PREFIX,
+    USER_DEFINED,
+    Vocabulary,
+    generation_config,
+    tokenizer_config,
+    tokenizer_json,
+)
 from model.spec import CheckpointError
 from tests.support.checkpoints import make_tokenizer
 
@@ -45,20 +51,12 @@ needs_sentencepiece = pytest.mark.skipif(
 )
 
 
-def tokenizer_json(metadata: dict[str, Any]) -> dict[str, Any]:
-    return converted(Vocabulary(Config(metadata, "m.gguf")))
-
-
-def tokenizer_config(metadata: dict[str, Any]) -> dict[str, Any]:
-    return configured(Vocabulary(Config(metadata, "m.gguf")))
-
-
-def generation_config(metadata: dict[str, Any]) -> dict[str, Any]:
-    return generation(Vocabulary(Config(metadata, "m.gguf")))
+def of(metadata: dict[str, Any]) -> Vocabulary:
+    return Vocabulary(Config(metadata, "m.gguf"))
 
 
 def loaded(metadata: dict[str, Any]) -> Tokenizer:
-    return Tokenizer.from_str(json.dumps(tokenizer_json(metadata)))
+    return Tokenizer.from_str(json.dumps(tokenizer_json(of(metadata))))
 
 
 def probes() -> list[str]:
@@ -146,7 +144,7 @@ def test_control_tokens_are_found_in_a_prompt_and_never_merged_from_text() -> No
         ids["<start_of_turn>"] not in made.encode("<start_of_turn>", add_special_tokens=False).ids
     )
     assert made.decode(found, skip_special_tokens=True) == "a<table>"
-    merged = {"".join(pair) for pair in tokenizer_json(metadata)["model"]["merges"]}
+    merged = {"".join(pair) for pair in tokenizer_json(of(metadata))["model"]["merges"]}
     assert merged and not merged & {
         token
         for token, kind in zip(ids, metadata[f"{PREFIX}token_type"], strict=True)
@@ -237,32 +235,30 @@ def test_special_tokens_templates_ends_and_sampling_defaults_come_from_the_metad
         f"{PREFIX}token_type": [*metadata[f"{PREFIX}token_type"], 3, 3],
         **ids,
     }
-    assert tokenizer_config(metadata) == {
+    assert tokenizer_config(of(metadata)) == {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<|endoftext|>",
         "eos_token": "<|endoftext|>",
         "fim_prefix_token": "<pre>",
     }
-    assert generation_config(metadata) == {"eos_token_id": [0, 1]}
-    assert generation_config(
-        metadata
-        | {
-            f"{PREFIX}eos_token_id": 2,
-            "general.sampling.temp": 0.7,
-            "general.sampling.penalty_repeat": 1.1,
-        }
-    ) == {
+    assert generation_config(of(metadata)) == {"eos_token_id": [0, 1]}
+    sampled = {
+        f"{PREFIX}eos_token_id": 2,
+        "general.sampling.temp": 0.7,
+        "general.sampling.penalty_repeat": 1.1,
+    }
+    assert generation_config(of(metadata | sampled)) == {
         "eos_token_id": [1, 2],
         "temperature": 0.7,
         "repetition_penalty": 1.1,
     }
     one = metadata | {"tokenizer.chat_template": "{{ x }}<end_of_turn>"}
-    assert tokenizer_config(one)["chat_template"] == [
+    assert tokenizer_config(of(one))["chat_template"] == [
         {"name": "default", "template": "{{ x }}<end_of_turn>"}
     ]
     # The template's end of a turn is found by rendering it.
-    assert generation_config(one) == {"eos_token_id": [0, 1]}
-    assert tokenizer_config(one | {"tokenizer.chat_template.tools": "y"})["chat_template"] == [
+    assert generation_config(of(one)) == {"eos_token_id": [0, 1]}
+    assert tokenizer_config(of(one | {"tokenizer.chat_template.tools": "y"}))["chat_template"] == [
         {"name": "default", "template": "{{ x }}<end_of_turn>"},
         {"name": "tools", "template": "y"},
     ]
@@ -315,7 +311,7 @@ def test_what_would_be_tokenized_otherwise_is_refused_by_key(
     if change == {"tokens": ["a", "b", "a"]}:
         del metadata[f"{PREFIX}token_type"]
     with pytest.raises(CheckpointError, match=f"^m.gguf: {PREFIX}{reason}"):
-        tokenizer_json({key: value for key, value in metadata.items() if value is not None})
+        tokenizer_json(of({key: value for key, value in metadata.items() if value is not None}))
 
 
 def test_a_sentencepiece_vocabulary_without_scores_is_refused() -> None:
@@ -324,5 +320,11 @@ def test_a_sentencepiece_vocabulary_without_scores_is_refused() -> None:
         CheckpointError, match=r"tokenizer\.ggml\.scores must be a list of float, one for each of"
     ):
         tokenizer_json(
-            {f"{PREFIX}model": "llama", f"{PREFIX}tokens": list(tokens), f"{PREFIX}bos_token_id": 0}
+            of(
+                {
+                    f"{PREFIX}model": "llama",
+                    f"{PREFIX}tokens": list(tokens),
+                    f"{PREFIX}bos_token_id": 0,
+                }
+            )
         )
