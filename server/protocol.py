@@ -331,7 +331,7 @@ class Failed(Message, frozen=True):
     code: str = ""
 
 
-class Begin(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class Begin(Message, frozen=True):
     """To a process that follows constraints: follow a new one, over this output."""
 
     grammar: str
@@ -340,7 +340,7 @@ class Begin(msgspec.Struct, tag=True, array_like=True, frozen=True):
     opening: Opening | None = None
 
 
-class Advance(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class Advance(Message, frozen=True):
     """To a process that follows a constraint: a token was sampled."""
 
     token: int
