@@ -256,14 +256,13 @@ class Scheduler(OpenSequences):
     def _begin(self, sequence: Sequence, blocks: list[Block]) -> None:
         sequence.begin_constraint()
         self._prefix_reuse.begin(sequence, blocks)
-        if not sequence.started:
-            sequence.started = True
+        if sequence.payer is None:  # It waits for the first time.
             sequence.num_cached = min(sequence.num_computed, len(sequence.prompt))
             self._started.append(sequence)
             self.num_queried_tokens += sequence.num_tokens
             self.num_hit_tokens += sequence.num_computed
             sequence.account.charge(len(sequence.prompt) - sequence.num_cached)
-        elif sequence.payer is not None:
+        else:
             sequence.payer.charge(max(0, sequence.num_paid - sequence.num_computed))
 
     def _lacking(self, sequence: Sequence, blocks: list[Block], most: int) -> int:

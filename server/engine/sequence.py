@@ -81,7 +81,7 @@ class Sequence:
     account: Account = field(default_factory=Account)
     payer: Account | None = None
     """The client for whose sequence it was last preempted, which is charged for what is computed
-    again."""
+    again; None if it never was."""
     num_paid: int = 0
     """Tokens that were computed when it was last preempted."""
     num_preemptions: int = 0
@@ -96,8 +96,6 @@ class Sequence:
     """Tokens that steps in flight sample."""
     num_in_flight: int = 0
     """Number of steps in flight that have a row of this sequence."""
-    started: bool = False
-    """Whether it has ever been admitted from the queue."""
     num_cached: int = 0
     """Prompt tokens found in the prefix cache when it was first admitted."""
     forced: list[int] = field(default_factory=list)

@@ -199,7 +199,7 @@ class World:
             self.seen["path: a guess was wrong"] += (
                 scheduler.num_accepted_tokens < scheduler.num_drafted_tokens
             )
-        waiting = {id for id, sequence in scheduler.waiting.items() if not sequence.started}
+        waiting = {id for id, sequence in scheduler.waiting.items() if not sequence.payer}
         # Those too that have ended there, until that is known here.
         began = sorted(
             id

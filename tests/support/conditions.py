@@ -249,7 +249,7 @@ def together(
             _take_or_return_pages(core, hoard)
         gone = step(core, outcome.traces)
         num_most = max(num_most, len(scheduler.running) + len(gone))
-        outcome.preempted |= {id for id, sequence in scheduler.waiting.items() if sequence.started}
+        outcome.preempted |= {id for id, sequence in scheduler.waiting.items() if sequence.payer}
         ended(len(gone))
     hoard.release()
     problems = integrity(scheduler)
