@@ -34,6 +34,8 @@ MOST_LACKING = 8
 """Tokens to catch up with for each one that may still be drawn; more would never pay."""
 MOST_COUNTED = 2**16
 """Tokens in a running mean; beyond them what it holds is halved, so that it follows changes."""
+Rows = list[tuple[Sequence, Row]]
+"""Rows of a step, each with its sequence."""
 
 
 class Runner(Protocol):
@@ -176,9 +178,7 @@ class DraftModel:
                 lengths[sequence.id] = length
         return lengths
 
-    def _first_rows(
-        self, sequences: list[Sequence], lengths: dict[int, int]
-    ) -> list[tuple[Sequence, Row]]:
+    def _first_rows(self, sequences: list[Sequence], lengths: dict[int, int]) -> Rows:
         """Rows that draw the first tokens of drafts, or come nearer to that."""
         raise NotImplementedError
 
@@ -186,9 +186,7 @@ class DraftModel:
         """Computes the last of these draft tokens, and draws one more."""
         raise NotImplementedError
 
-    def _run(
-        self, rows: list[tuple[Sequence, Row]], lengths: dict[int, int]
-    ) -> dict[int, list[int]]:
+    def _run(self, rows: Rows, lengths: dict[int, int]) -> dict[int, list[int]]:
         """Draws tokens after these rows until each draft has its length, or ends its sequence."""
         drafts: dict[int, list[int]] = {}
         num_behind = sum(len(row.tokens) for _, row in rows if len(row.tokens) > FEW_TOKENS)
@@ -214,9 +212,7 @@ class DraftModel:
                 num_behind = 0
         return drafts
 
-    def _drawn(
-        self, rows: list[tuple[Sequence, Row]]
-    ) -> tuple[SampledToken | SampleError | None, ...]:
+    def _drawn(self, rows: Rows) -> tuple[SampledToken | SampleError | None, ...]:
         plan = StepPlan(tuple(row for _, row in rows), tuple(self._clear))
         self._clear = []
         try:
@@ -287,9 +283,7 @@ class SeparateModel(DraftModel):
         self._clear += cast(Text, sequence.drafter).table.owned
         super()._give_up(sequence)
 
-    def _first_rows(
-        self, sequences: list[Sequence], lengths: dict[int, int]
-    ) -> list[tuple[Sequence, Row]]:
+    def _first_rows(self, sequences: list[Sequence], lengths: dict[int, int]) -> Rows:
         left, rows = self._step_tokens, []
         for sequence in sequences:
             row = self._first_row(sequence, lengths[sequence.id], left)
@@ -342,9 +336,7 @@ class AssistantModel(DraftModel):
         super().end(sequence)
         self._states.pop(sequence.id, None)
 
-    def _first_rows(
-        self, sequences: list[Sequence], lengths: dict[int, int]
-    ) -> list[tuple[Sequence, Row]]:
+    def _first_rows(self, sequences: list[Sequence], lengths: dict[int, int]) -> Rows:
         return [
             (
                 sequence,
