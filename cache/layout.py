@@ -8,6 +8,7 @@ size, so that one free list serves all groups and no memory is reserved for any 
 that reads the keys and values of another has that one's place and takes no memory.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -149,15 +150,11 @@ class CacheLayout:
         """The longest sequence, of at most `max_context` tokens, that `num_pages` pages can always
         hold; 0 if not even one token fits.
         """
-        low, high = 0, max_context
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (
-                (middle, high)
-                if self.most_pages(middle, step_tokens) <= num_pages
-                else (low, middle - 1)
-            )
-        return low
+        return bisect_right(
+            range(1, max_context + 1),
+            num_pages,
+            key=lambda num_tokens: self.most_pages(num_tokens, step_tokens),
+        )
 
 
 def _numbers(groups: Sequence[tuple[int, int]]) -> int:
