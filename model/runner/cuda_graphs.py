@@ -67,6 +67,11 @@ def captured_sizes(most_rows: int, multiple: int) -> list[int]:
     return sorted({-(-size // multiple) * multiple for size in sizes})
 
 
+def all_in_page_0(layout: CacheLayout, num_tokens: int) -> "list[array[int]]":
+    """Pages of a row of so many tokens that belongs to no request."""
+    return [array("q", bytes(8 * width)) for width in table_widths(layout, num_tokens)]
+
+
 @runtime_checkable
 class ListedBackend(Backend, Protocol):
     """A Backend that computes a step of single tokens from numbers on the device, so that a graph
@@ -156,8 +161,7 @@ class CudaGraphs:
         the others reuse their memory. Raises the error of a broken device.
         """
         # Of one token in page 0, which holds nothing yet.
-        pages = [array("q", [0] * group.num_stacks) for group in self._layout.groups]
-        row = Row(0, [0], 0, pages, NO_SAMPLE)
+        row = Row(0, [0], 0, all_in_page_0(self._layout, 1), NO_SAMPLE)
         step = DecodeTable.of(self._layout, [row], [PENDING]).advance()
         self._longest = longest
         num_blocks = self.sizes[-1] * pages_for(longest, self._layout.page_size)

@@ -9,7 +9,6 @@ that the token was drawn from are all it has of a sequence.
 Shape letters: T tokens of the step, S draws, D hidden size, V vocabulary.
 """
 
-from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-from cache.layout import CacheLayout, pages_for
+from cache.layout import CacheLayout
 from cache.pool import FLOAT8, KVPool, bytes_per_page
 from model.batch import Batch, build_batch
 from model.checkpoint.weights import Report, load_decoder
@@ -32,7 +31,7 @@ from model.devices.replacement import RowMatrix
 from model.kv_layout import layout_of
 from model.options import EngineOptions
 from model.pooling import Pooler
-from model.runner.cuda_graphs import CudaGraphs, ListedBackend, captured_sizes
+from model.runner.cuda_graphs import CudaGraphs, ListedBackend, all_in_page_0, captured_sizes
 from model.runner.pending_step import PendingStep
 from model.sampling import Scores, Vectors, begin_draw
 from model.spec import ModelSpec, OptionError
@@ -504,14 +503,6 @@ def largest_step(
             )
         )
     return StepPlan(tuple(rows))
-
-
-def all_in_page_0(layout: CacheLayout, num_tokens: int) -> "list[array[int]]":
-    """Pages of a row of so many tokens that belongs to no request."""
-    return [
-        array("q", bytes(8 * pages_for(num_tokens, layout.page_size) * group.num_stacks))
-        for group in layout.groups
-    ]
 
 
 def _check_options(spec: ModelSpec, options: EngineOptions, device: Device) -> None:

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from model.devices import create_backend
 from model.devices.gpu import upload
 from model.devices.gpu.device import GpuDevice
-from model.runner.runner import ModelRunner, all_in_page_0
+from model.runner.cuda_graphs import all_in_page_0
+from model.runner.runner import ModelRunner
 from model.step import Row, Sample, Sampling, StepPlan, bitmap
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, Scheduler

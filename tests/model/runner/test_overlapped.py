@@ -19,9 +19,9 @@ from model.decode import NO_SAMPLE, DecodeTable
 from model.devices import find_device
 from model.devices.gpu.attention.configurations import Sizes, choose_decode
 from model.devices.gpu.attention.plan import FEW_TOKENS
-from model.runner.cuda_graphs import captured_sizes
+from model.runner.cuda_graphs import all_in_page_0, captured_sizes
 from model.runner.pending_step import PendingStep
-from model.runner.runner import ModelRunner, all_in_page_0, largest_step
+from model.runner.runner import ModelRunner, largest_step
 from model.step import PENDING, Row, Sample, SampledToken, SampleError, Sampling, StepPlan
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, Scheduler
