@@ -489,9 +489,8 @@ def largest_step(
     while left > 0:
         counts.append(min(left, max_context))
         left -= counts[-1]
-    rows = []
-    for number, count in enumerate(counts):
-        rows.append(
+    return StepPlan(
+        tuple(
             Row(
                 number,
                 [0] * count,
@@ -501,8 +500,9 @@ def largest_step(
                 # So that all its tokens pass all layers.
                 None if number < max_running else Scoring(0, [0], 0),
             )
+            for number, count in enumerate(counts)
         )
-    return StepPlan(tuple(rows))
+    )
 
 
 def _check_options(spec: ModelSpec, options: EngineOptions, device: Device) -> None:
