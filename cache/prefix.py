@@ -40,18 +40,11 @@ class Link:
     """The hash of the page before; for the first page the salt."""
 
 
-class Chain:
-    """The links of one sequence, in order, as many as have been requested."""
-
-    def __init__(self, salt: str) -> None:
-        self.links: list[Link] = []
-        self._salt = salt
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Adds a link for the next page's tokens."""
-        before = self.links[-1].name if self.links else self._salt
-        data = array("I", tokens).tobytes()
-        self.links.append(Link(hashlib.sha256(root_of(before) + data).digest(), data, before))
+def add_link(links: list[Link], salt: str, tokens: Sequence[int]) -> None:
+    """Adds to the links of a sequence, in order, the one for the next page's tokens."""
+    before = links[-1].name if links else salt
+    data = array("I", tokens).tobytes()
+    links.append(Link(hashlib.sha256(root_of(before) + data).digest(), data, before))
 
 
 @dataclass(slots=True, eq=False)

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from cache.prefix import Block, Chain, Link
+from cache.prefix import Block, Link, add_link
 from cache.table import PageTable
 from model.draw_words import History, history_for
 from model.step import PENDING, Row, Sample, SampledToken, SampleError, Sampling, Scoring
@@ -119,7 +119,6 @@ class Sequence:
     them."""
     draw: int = -1
     """Index of its last draw among the draws of the step that it was planned in as a Row."""
-    chain: Chain = field(init=False)
     num_scored: int = field(init=False)
     """Prompt tokens that are scored or need no score; the first never needs one."""
     forbidden: tuple[int, ...] = field(init=False)
@@ -136,13 +135,14 @@ class Sequence:
     """Whether sampling depends on earlier tokens beyond the model: a constraint, penalties or bad
     words."""
     _history: History | None = field(init=False)
+    _links: list[Link] = field(init=False, default_factory=list)
+    """As many as have been asked for."""
     _sample: Sample | None = field(init=False, default=None)
     """The last Sample, reused while only the length of the output changes."""
 
     def __post_init__(self) -> None:
         self.key = self.rank, self.id
         self.turn = self.rank, self.priority, self.id
-        self.chain = Chain(self.salt)
         self.forbidden = tuple(sorted(self.stop_token_ids))
         self.num_scored = 1 if self.score_prompt else len(self.prompt)
         self._is_guided = self.constraint is not None or self.sampling.reads_output
@@ -218,10 +218,10 @@ class Sequence:
 
     def links(self, count: int, page_size: int) -> list[Link]:
         """The block hashes of its first `count` pages, all of whose tokens it has."""
-        links = self.chain.links
-        for index in range(len(links), count):
-            self.chain.extend(self.tokens(index * page_size, (index + 1) * page_size))
-        return links[:count]
+        for index in range(len(self._links), count):
+            tokens = self.tokens(index * page_size, (index + 1) * page_size)
+            add_link(self._links, self.salt, tokens)
+        return self._links[:count]
 
     @property
     def most_drafts(self) -> int:

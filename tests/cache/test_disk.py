@@ -5,7 +5,7 @@ import os
 import random
 import stat
 import struct
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from cache.disk import DiskCache
 from cache.layout import CacheLayout
 from cache.ledger import PageLedger
 from cache.pages import TAKEN
-from cache.prefix import Block, Chain, Link
+from cache.prefix import Block, Link, add_link
 from cache.table import DROPPED
 from model.step import Sampling
 from server.engine.core import EngineCore
@@ -168,9 +168,14 @@ def test_what_was_read_is_not_cleared_with_what_an_engine_left(tmp_path: Path, s
 
 
 def _link(layout: CacheLayout) -> Link:
-    chain = Chain("salt")
-    chain.extend(range(layout.page_size))
-    return chain.links[0]
+    return _links("salt", range(layout.page_size))[0]
+
+
+def _links(salt: str, *pages: Sequence[int]) -> list[Link]:
+    links = list[Link]()
+    for tokens in pages:
+        add_link(links, salt, tokens)
+    return links
 
 
 def test_no_flipped_byte_is_served(tmp_path: Path) -> None:
@@ -191,10 +196,9 @@ def test_no_flipped_byte_is_served(tmp_path: Path) -> None:
         assert [*disk.read([(link, [3, 4, 5])])] == [False]
         assert not path.exists(), "a damaged file is removed"
     path.write_bytes(data)
-    other = Chain("another salt")
-    other.extend(range(4))
-    path.rename(path.with_name(other.links[0].name.hex()))
-    assert [*disk.read([(other.links[0], [3, 4, 5])])] == [False], "under another's name"
+    (other,) = _links("another salt", range(4))
+    path.rename(path.with_name(other.name.hex()))
+    assert [*disk.read([(other, [3, 4, 5])])] == [False], "under another's name"
 
 
 def test_a_page_that_is_evicted_while_its_block_is_written_ends_up_in_no_file(
@@ -220,19 +224,17 @@ def test_what_was_used_least_recently_leaves_first(tmp_path: Path) -> None:
     slots = SlotMemory(1, 4)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model.safetensors").write_bytes(bytes(10**6))
-    chain = Chain("")
-    for number in range(40):
-        chain.extend([number] * 4)
+    links = _links("", *([number] * 4 for number in range(40)))
     size = 32 + 16 + 4 + 4 + slots.bytes_per_page
-    for number, link in enumerate(chain.links):
+    for number, link in enumerate(links):
         disk = DiskCache(tmp_path / f"{number % 2:032}", 20 * size, layout, slots.parts)
         disk.write(Block(link, [0]))
-        disk.touch(chain.links[:1])  # It is used again and again.
+        disk.touch(links[:1])  # It is used again and again.
         disk.close()
     assert (tmp_path / "model" / "model.safetensors").exists(), "it is not the cache's own"
     left = {path.name for path in tmp_path.glob("0*/*")}
     assert 15 <= len(left) <= 20
-    names = [link.name.hex() for link in chain.links]
+    names = [link.name.hex() for link in links]
     assert left == {names[0], *names[41 - len(left) :]}
 
 
@@ -242,11 +244,9 @@ def test_a_disk_that_is_full_is_said_once_and_costs_nothing_else(
     layout, slots = LAYOUTS[0], SlotMemory(1, 4)
     disk = DiskCache(tmp_path / "key", 1e9, layout, slots.parts)
     monkeypatch.setattr(os, "writev", lambda file, parts: 7)
-    chain = Chain("")
     with caplog.at_level(logging.WARNING):
-        for number in range(3):
-            chain.extend([number] * 4)
-            disk.write(Block(chain.links[-1], [0]))
+        for link in _links("", *([number] * 4 for number in range(3))):
+            disk.write(Block(link, [0]))
         disk.close()
     assert [record.message for record in caplog.records] == [
         "cache.disk: blocks cannot be written: No space left on device"

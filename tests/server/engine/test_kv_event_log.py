@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from cache.pages import PageAllocator
-from cache.prefix import Chain, PrefixCache
+from cache.prefix import Link, PrefixCache, add_link
 from cache.table import PageTable
 from server.engine import kv_event_log
 from server.engine.kv_event_log import KvEventLog, frames
@@ -94,10 +94,10 @@ class Watcher:
         """What a router expects of a prompt is what the engine finds. With windows the engine may
         also need pages that are gone.
         """
-        layout, chain = self.scheduler.limits.layout, Chain("")
+        layout, links = self.scheduler.limits.layout, list[Link]()
         for start in range(0, len(prompt) - layout.page_size + 1, layout.page_size):
-            chain.extend(prompt[start : start + layout.page_size])
-        found = len(self.scheduler.prefixes.match(chain.links))
+            add_link(links, "", prompt[start : start + layout.page_size])
+        found = len(self.scheduler.prefixes.match(links))
         expected = self.routers[0].index.num_cached(prompt, layout.page_size)
         has_windows = any(group.window is not None for group in layout.groups)
         assert found <= expected if has_windows else found == expected
@@ -162,12 +162,12 @@ def cache_with(tokens: list[int], salt: str, log: KvEventLog) -> PrefixCache:
     allocator, layout = PageAllocator(8), one_group(4)
     prefixes = PrefixCache(allocator, layout)
     table = PageTable(allocator, layout)
-    chain = Chain(salt)
+    links = list[Link]()
     prefixes.on_change = log.changes.append
     table.grow(len(tokens), len(tokens))
     for index in range(len(tokens) // 4):
-        chain.extend(tokens[4 * index : 4 * index + 4])
-        prefixes.publish(chain.links[index], table, index)
+        add_link(links, salt, tokens[4 * index : 4 * index + 4])
+        prefixes.publish(links[index], table, index)
     return prefixes
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from cache.prefix import Chain
+from cache.prefix import Link, add_link
 from model.spec import OptionError
 from server.engine.cache_view import CacheViews
 from server.engine.kv_event_log import KEPT
@@ -63,11 +63,11 @@ class Blocks:
         longest = 0.0
         for _ in range(count):
             self.number += 1
-            chain = Chain(":")
-            chain.extend([self.number] * PAGE * self.per_message)
-            self.names.extend(link.name for link in chain.links)
+            links = list[Link]()
+            add_link(links, ":", [self.number] * PAGE * self.per_message)
+            self.names.extend(link.name for link in links)
             gone, self.names = self.names[:-50], self.names[-50:]
-            self.publisher.log.changes.extend([*chain.links, *gone])
+            self.publisher.log.changes.extend([*links, *gone])
             began = time.perf_counter()
             self.publisher.publish()
             longest = max(longest, time.perf_counter() - began)

@@ -8,7 +8,7 @@ import pytest
 
 from cache.layout import CacheLayout
 from cache.pages import PageAllocator
-from cache.prefix import Chain, PrefixCache
+from cache.prefix import Link, PrefixCache, add_link
 from cache.table import DROPPED, PageTable
 from model.step import SampleError, Sampling, StepResult
 from server.engine.core import EngineCore
@@ -21,11 +21,11 @@ from tests.support.submitting import submit
 PAGE = 4
 
 
-def chain_of(tokens: list[int], salt: str = "") -> Chain:
-    chain = Chain(salt)
+def links_of(tokens: list[int], salt: str = "") -> list[Link]:
+    links = list[Link]()
     for first in range(0, len(tokens) // PAGE * PAGE, PAGE):
-        chain.extend(tokens[first : first + PAGE])
-    return chain
+        add_link(links, salt, tokens[first : first + PAGE])
+    return links
 
 
 class Cache:
@@ -40,13 +40,13 @@ class Cache:
         """A page table of these tokens, with every block published."""
         table = PageTable(self.allocator, self.layout)
         table.grow(len(tokens), len(tokens))
-        for index, link in enumerate(chain_of(tokens, salt).links):
+        for index, link in enumerate(links_of(tokens, salt)):
             self.prefixes.publish(link, table, index)
         assert self.integrity() == []
         return table
 
     def found(self, tokens: list[int], salt: str = "") -> int:
-        return len(self.prefixes.match(chain_of(tokens, salt).links))
+        return len(self.prefixes.match(links_of(tokens, salt)))
 
     def integrity(self) -> list[str]:
         return allocator_problems(self.allocator) + prefix_problems(self.prefixes)
@@ -76,8 +76,8 @@ def test_other_salts_find_nothing() -> None:
 def test_a_name_alone_is_not_believed() -> None:
     cache = Cache(20)
     cache.compute(list(range(4)))
-    (link,) = chain_of(list(range(4))).links
-    forged = dataclasses.replace(link, tokens=chain_of([9] * 4).links[0].tokens)
+    (link,) = links_of(list(range(4)))
+    forged = dataclasses.replace(link, tokens=links_of([9] * 4)[0].tokens)
     assert cache.prefixes.match([link]) and not cache.prefixes.match([forged])
 
 
@@ -97,7 +97,7 @@ def test_what_was_used_again_stays_longer() -> None:
     for tokens in (old, new):
         cache.compute(tokens).release()
     again = PageTable(cache.allocator, cache.layout)
-    again.share(cache.prefixes.prefix(cache.prefixes.match(chain_of(old).links)))
+    again.share(cache.prefixes.prefix(cache.prefixes.match(links_of(old))))
     again.release()
     cache.allocator.allocate(3)
     assert (cache.found(old), cache.found(new)) == (3, 0)
@@ -109,7 +109,7 @@ def test_layers_with_a_window_need_only_its_pages() -> None:
     tokens = list(range(16))
     table = cache.compute(tokens)
     table.drop(16)
-    blocks = cache.prefixes.match(chain_of(tokens).links)
+    blocks = cache.prefixes.match(links_of(tokens))
     whole, windowed = cache.prefixes.prefix(blocks)
     assert DROPPED not in whole and windowed[:2] == [DROPPED] * 2 and DROPPED not in windowed[2:]
     table.release()
