@@ -135,8 +135,7 @@ class Generation:
                 msgspec.structs.replace(old, share=new.share)
                 for old, new in zip(restored, submits, strict=True)
             ]
-        streams = OpenStreams(self.client, self.codec, requests, submits)
-        streams.open(reservation, submits)
+        streams = OpenStreams(self.client, self.codec, requests, submits, reservation)
         if self.section.log_prompts:
             for prompt in {id(request.prompt): request.prompt for request in requests}.values():
                 log.info("prompt", extra={"fields": {"prompt": self.codec.decode(prompt)}})

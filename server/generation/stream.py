@@ -167,8 +167,8 @@ def _error(failed: protocol.Failed) -> RequestError:
 
 
 class OpenStreams:
-    """Submitted sequences as an asynchronous iterator over their pieces, in the order of
-    arrival.
+    """Submits sequences, and is an asynchronous iterator over their pieces, in the order of
+    arrival. Raises InvalidRequest, Overloaded or Unavailable.
     """
 
     def __init__(
@@ -177,6 +177,7 @@ class OpenStreams:
         codec: TextCodec,
         requests: Sequence[Request],
         submits: Sequence[protocol.Submit],
+        reservation: Reservation,
     ) -> None:
         pairs = enumerate(zip(requests, submits, strict=True))
         self.choices = [
@@ -188,7 +189,7 @@ class OpenStreams:
         """With `keeps_taken` the tokens that were taken, with the index of their sequence; whoever
         reads them empties it."""
         self.keeps_taken = False
-        self.reservation: Reservation
+        self.reservation = reservation
         self._client = client
         self._texts = [ChoiceDetokenizer(codec, choice) for choice in self.choices]
         self._inbox: deque[tuple[int, protocol.Token | protocol.Failed]] = deque()
@@ -204,10 +205,6 @@ class OpenStreams:
         frames, and so to this object."""
         self._deadline_passed = False
         self._deadline: asyncio.TimerHandle | None = None
-
-    def open(self, reservation: Reservation, submits: Sequence[protocol.Submit]) -> None:
-        """Submits the sequences. Raises InvalidRequest, Overloaded or Unavailable."""
-        self.reservation = reservation
         self._client.submit(reservation, self.choices, submits, self._deliver)
         first = self.choices[0]
         if first.request.timeout_s is not None:
