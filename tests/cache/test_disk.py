@@ -5,7 +5,7 @@ import os
 import random
 import stat
 import struct
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,13 @@ from cache.disk import DiskCache
 from cache.layout import CacheLayout
 from cache.ledger import PageLedger
 from cache.pages import TAKEN
-from cache.prefix import Block, Link, add_link
+from cache.prefix import Block, Link
 from cache.table import DROPPED
 from model.step import Sampling
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, Scheduler
 from server.protocol import Token
+from tests.server.engine.test_prefix_reuse import links_of
 from tests.support.hash_model import HashModel, oracle
 from tests.support.integrity import integrity
 from tests.support.submitting import submit
@@ -168,14 +169,7 @@ def test_what_was_read_is_not_cleared_with_what_an_engine_left(tmp_path: Path, s
 
 
 def _link(layout: CacheLayout) -> Link:
-    return _links("salt", range(layout.page_size))[0]
-
-
-def _links(salt: str, *pages: Sequence[int]) -> list[Link]:
-    links = list[Link]()
-    for tokens in pages:
-        add_link(links, salt, tokens)
-    return links
+    return links_of(range(layout.page_size), "salt", layout.page_size)[0]
 
 
 def test_no_flipped_byte_is_served(tmp_path: Path) -> None:
@@ -196,7 +190,7 @@ def test_no_flipped_byte_is_served(tmp_path: Path) -> None:
         assert [*disk.read([(link, [3, 4, 5])])] == [False]
         assert not path.exists(), "a damaged file is removed"
     path.write_bytes(data)
-    (other,) = _links("another salt", range(4))
+    (other,) = links_of(range(4), "another salt")
     path.rename(path.with_name(other.name.hex()))
     assert [*disk.read([(other, [3, 4, 5])])] == [False], "under another's name"
 
@@ -224,7 +218,7 @@ def test_what_was_used_least_recently_leaves_first(tmp_path: Path) -> None:
     slots = SlotMemory(1, 4)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model.safetensors").write_bytes(bytes(10**6))
-    links = _links("", *([number] * 4 for number in range(40)))
+    links = links_of(range(160))
     size = 32 + 16 + 4 + 4 + slots.bytes_per_page
     for number, link in enumerate(links):
         disk = DiskCache(tmp_path / f"{number % 2:032}", 20 * size, layout, slots.parts)
@@ -245,7 +239,7 @@ def test_a_disk_that_is_full_is_said_once_and_costs_nothing_else(
     disk = DiskCache(tmp_path / "key", 1e9, layout, slots.parts)
     monkeypatch.setattr(os, "writev", lambda file, parts: 7)
     with caplog.at_level(logging.WARNING):
-        for link in _links("", *([number] * 4 for number in range(3))):
+        for link in links_of(range(12)):
             disk.write(Block(link, [0]))
         disk.close()
     assert [record.message for record in caplog.records] == [

@@ -9,12 +9,13 @@ from collections.abc import Callable
 import pytest
 
 from cache.pages import PageAllocator
-from cache.prefix import Link, PrefixCache, add_link
+from cache.prefix import PrefixCache
 from cache.table import PageTable
 from server.engine import kv_event_log
 from server.engine.kv_event_log import KvEventLog, frames
 from server.engine.scheduler import Scheduler
 from tests.server.engine.test_core import OverlappedHistory
+from tests.server.engine.test_prefix_reuse import links_of
 from tests.server.engine.test_scheduler import History, run_histories
 from tests.support.block_index import BlockIndex
 from tests.support.hash_model import one_group
@@ -94,9 +95,8 @@ class Watcher:
         """What a router expects of a prompt is what the engine finds. With windows the engine may
         also need pages that are gone.
         """
-        layout, links = self.scheduler.limits.layout, list[Link]()
-        for start in range(0, len(prompt) - layout.page_size + 1, layout.page_size):
-            add_link(links, "", prompt[start : start + layout.page_size])
+        layout = self.scheduler.limits.layout
+        links = links_of(prompt, size=layout.page_size)
         found = len(self.scheduler.prefixes.match(links))
         expected = self.routers[0].index.num_cached(prompt, layout.page_size)
         has_windows = any(group.window is not None for group in layout.groups)
@@ -162,12 +162,10 @@ def cache_with(tokens: list[int], salt: str, log: KvEventLog) -> PrefixCache:
     allocator, layout = PageAllocator(8), one_group(4)
     prefixes = PrefixCache(allocator, layout)
     table = PageTable(allocator, layout)
-    links = list[Link]()
     prefixes.on_change = log.changes.append
     table.grow(len(tokens), len(tokens))
-    for index in range(len(tokens) // 4):
-        add_link(links, salt, tokens[4 * index : 4 * index + 4])
-        prefixes.publish(links[index], table, index)
+    for index, link in enumerate(links_of(tokens, salt)):
+        prefixes.publish(link, table, index)
     return prefixes
 
 

@@ -3,6 +3,7 @@ never shared.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 
@@ -21,10 +22,10 @@ from tests.support.submitting import submit
 PAGE = 4
 
 
-def links_of(tokens: list[int], salt: str = "") -> list[Link]:
+def links_of(tokens: Sequence[int], salt: str = "", size: int = PAGE) -> list[Link]:
     links = list[Link]()
-    for first in range(0, len(tokens) // PAGE * PAGE, PAGE):
-        add_link(links, salt, tokens[first : first + PAGE])
+    for first in range(0, len(tokens) // size * size, size):
+        add_link(links, salt, tokens[first : first + size])
     return links
 
 
