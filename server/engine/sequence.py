@@ -124,8 +124,6 @@ class Sequence:
     forbidden: tuple[int, ...] = field(init=False)
     key: tuple[int, int] = field(init=False)
     """Order in the running set: the last one is preempted if pages are missing."""
-    turn: tuple[int, int, int] = field(init=False)
-    """Order among the waiting sequences of its client."""
     num_tokens: int = field(init=False)
     """Tokens of the prompt, the output, `forced` and `num_unseen`: cached, as every step reads it
     several times."""
@@ -142,7 +140,6 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.key = self.rank, self.id
-        self.turn = self.rank, self.priority, self.id
         self.forbidden = tuple(sorted(self.stop_token_ids))
         self.num_scored = 1 if self.score_prompt else len(self.prompt)
         self._is_guided = self.constraint is not None or self.sampling.reads_output

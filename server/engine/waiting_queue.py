@@ -28,7 +28,8 @@ class WaitingQueue(dict[int, Sequence]):
         if len(heap) > 2 * len(self) + 64:
             heap[:] = [entry for entry in heap if self.get(entry[2].id) is entry[2]]
             heapify(heap)
-        heappush(heap, (sequence.turn, next(self._serial), sequence))
+        turn = sequence.rank, sequence.priority, sequence.id
+        heappush(heap, (turn, next(self._serial), sequence))
 
     def heads(self) -> list[Sequence]:
         """The next sequence of each client that has any."""
