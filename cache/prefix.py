@@ -177,11 +177,11 @@ class PrefixCache:
                 wanted.setdefault(block, [DROPPED] * len(first_needed))[place] = page
             found = self._disk.read((block.link, pages) for block, pages in wanted.items())
             for (block, pages), is_found in zip(wanted.items(), found, strict=True):
-                self._fill(block, pages) if is_found else self._clear_later(pages)
+                if is_found:
+                    self._fill(block, pages)
+                else:
+                    self.unknown += [page for page in pages if page != DROPPED]
         self._allocator.release(reversed(owned))
-
-    def _clear_later(self, pages: list[int]) -> None:
-        self.unknown += [page for page in pages if page != DROPPED]
 
     def _fill(self, block: Block, pages: list[int]) -> None:
         """Adds to a block pages that were read; adds the block if it is not in the cache."""
