@@ -6,16 +6,12 @@ nothing of slot contents.
 
 from array import array
 from itertools import chain, islice
-from typing import TypeAlias
 
 from cache.layout import CacheLayout, LayerGroup, pages_for
 from cache.pages import PageAllocator
 
 DROPPED = -1
 """Replaces the number of a page that has been given back because no later token attends to it."""
-
-GroupPages: TypeAlias = "array[int]"
-"""The pages of a group, as in model.step.Row.pages."""
 
 
 class PageTable:
@@ -26,7 +22,8 @@ class PageTable:
     """
 
     def __init__(self, allocator: PageAllocator, layout: CacheLayout) -> None:
-        self.pages: tuple[GroupPages, ...] = tuple(array("q") for _ in layout.groups)
+        self.pages: tuple[array[int], ...] = tuple(array("q") for _ in layout.groups)
+        """Of each group, as in model.step.Row.pages."""
         self._allocator = allocator
         self._layout = layout
         self.room = 0

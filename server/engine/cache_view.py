@@ -9,7 +9,7 @@ Shape letters: P pages of the pool, N pages listed by sequences, R runs of pages
 from array import array
 from bisect import bisect_left
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +19,6 @@ from server.engine.kv_event_log import KvEventLog, block_hash
 from server.engine.open_sequences import OpenSequences
 from server.engine.sequence import Sequence
 from server.protocol import OWNED, SHARED, CacheView, Look, SequenceRow
-
-Integers: TypeAlias = "NDArray[np.int64]"
 
 MOST_WAITING = 1000
 """Waiting sequences in a view, so that a long queue does not hold up steps."""
@@ -120,7 +118,7 @@ def _row(sequence: Sequence, state: str, num_pages: int) -> SequenceRow:
     return sequence.id, sequence.request, state, *counts
 
 
-def _runs(cells_P: Integers) -> bytes:
+def _runs(cells_P: NDArray[np.int64]) -> bytes:
     """The runs of the pages that are not free, as in CacheView."""
     pages = cells_P.nonzero()[0]
     cells = cells_P[pages]
