@@ -34,9 +34,10 @@ class PageTable:
         """Every page it owns."""
         return [page for page in chain(*self.pages) if page != DROPPED]
 
-    def missing(self, num_tokens: int, end: int) -> int:
+    def missing(self, num_tokens: int, end: int | None = None) -> int:
         """Pages to allocate so that `num_tokens` tokens have slots; in layers with a window only
-        the tokens before `end`, the position after the last token that the next step computes.
+        the tokens before `end`, the position after the last token that the next step computes,
+        where these are not all.
         """
         if num_tokens <= self.room:
             return 0
@@ -45,13 +46,11 @@ class PageTable:
             max(0, count - len(pages)) for count, pages in zip(counts, self.pages, strict=True)
         )
 
-    def _goal(self, group: LayerGroup, num_tokens: int, end: int) -> int:
-        return (
-            pages_for(num_tokens if group.window is None else end, self._layout.page_size)
-            * group.num_stacks
-        )
+    def _goal(self, group: LayerGroup, num_tokens: int, end: int | None) -> int:
+        count = num_tokens if group.window is None or end is None else end
+        return pages_for(count, self._layout.page_size) * group.num_stacks
 
-    def grow(self, num_tokens: int, end: int) -> None:
+    def grow(self, num_tokens: int, end: int | None = None) -> None:
         """Allocates the pages that `missing` counts. Raises OutOfPages, and then changes
         nothing.
         """

@@ -90,7 +90,7 @@ class Decoding:
     def grow(self, sequence: Sequence) -> None:
         """Gives a sequence the pages for its next token, which the pool has."""
         known = [len(pages) for pages in sequence.table.pages]
-        sequence.table.grow(sequence.num_tokens, sequence.num_tokens)
+        sequence.table.grow(sequence.num_tokens)
         self._table.on_pages(sequence.line, known)
         self._limits_R[sequence.line] = _limit(sequence)
 

@@ -304,10 +304,10 @@ class SeparateModel(DraftModel):
         text.table.trim(start)
         text.table.drop(start)
         is_dear = num_tokens - start > MOST_LACKING * (sequence.most_tokens - num_tokens)
-        missing = text.table.missing(total, total)
+        missing = text.table.missing(total)
         if end == start or is_dear or missing > self._allocator.num_available:
             return None
-        text.table.grow(total, total)
+        text.table.grow(total)
         text.num_computed = end
         return Row(
             sequence.id,

@@ -109,9 +109,7 @@ class Scheduler(OpenSequences):
         """
         if not short and not ready:
             return True
-        missing = sum(
-            sequence.table.missing(sequence.num_tokens, sequence.num_tokens) for sequence in short
-        )
+        missing = sum(sequence.table.missing(sequence.num_tokens) for sequence in short)
         missing += sum(
             sequence.table.missing(sequence.num_tokens, sequence.num_computed + counts[sequence.id])
             for sequence in ready
@@ -133,7 +131,7 @@ class Scheduler(OpenSequences):
             or (blocks := self._prefix_reuse.find(waiter)) is None
         ):
             return False
-        needed = waiter.table.missing(waiter.num_tokens, waiter.num_tokens)
+        needed = waiter.table.missing(waiter.num_tokens)
         places = len(self.running) + 1 - self.limits.max_running
         pages = self._lacking(waiter, blocks, waiter.num_tokens)
         victims = self._shares.victims(waiter, places, pages, needed)
@@ -196,11 +194,11 @@ class Scheduler(OpenSequences):
             sequence = self.running[id]
             while (
                 drafted
-                and sequence.table.missing(*[sequence.num_tokens + len(drafted)] * 2)
+                and sequence.table.missing(sequence.num_tokens + len(drafted))
                 > self.allocator.num_available
             ):
                 drafted.pop()
-            sequence.table.grow(*[sequence.num_tokens + len(drafted)] * 2)
+            sequence.table.grow(sequence.num_tokens + len(drafted))
         return drafts
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:
