@@ -37,7 +37,6 @@ class Decoding:
         """Adds a sequence. `source`: index of the draw of its last token in the step planned last,
         if that is in flight.
         """
-        is_known = not sequence.num_unseen
         sample = Sample(
             sequence.sampling,
             sequence.prompt,
@@ -47,15 +46,13 @@ class Decoding:
             None,
             sequence.num_unseen,
         )
-        token = sequence.last_token if is_known else 0
-        position = sequence.num_tokens - 1
         line = self._table.append(
             sequence.id,
             sequence.table.pages,
             sample,
-            position,
-            token,
-            PENDING if is_known else source,
+            sequence.num_tokens - 1,
+            sequence.last_token,
+            source if sequence.num_unseen else PENDING,
         )
         self._limits_R[line] = _limit(sequence)
         sequence.line = line
