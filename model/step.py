@@ -111,7 +111,7 @@ class Sample(Struct, frozen=True, gc=False):
     sampling: Sampling
     prompt: Sequence[int]
     output: Sequence[int]
-    forbidden: Sequence[int] = ()
+    forbidden: Collection[int] = ()
     """The end-of-sequence ids, while the sequence has fewer tokens than its minimum."""
     num_top: int = 0
     """How many of the likeliest tokens to report with the drawn one."""

@@ -121,7 +121,6 @@ class Sequence:
     """Index of its last draw among the draws of the step that it was planned in as a Row."""
     num_scored: int = field(init=False)
     """Prompt tokens that are scored or need no score; the first never needs one."""
-    forbidden: tuple[int, ...] = field(init=False)
     key: tuple[int, int] = field(init=False)
     """Order in the running set: the last one is preempted if pages are missing."""
     num_tokens: int = field(init=False)
@@ -140,7 +139,6 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.key = self.rank, self.id
-        self.forbidden = tuple(sorted(self.stop_token_ids))
         self.num_scored = 1 if self.score_prompt else len(self.prompt)
         self._is_guided = self.constraint is not None or self.sampling.reads_output
         self._history = history_for(self.sampling, self.prompt, self.output)
@@ -246,7 +244,7 @@ class Sequence:
             mask, sample = self.mask, self._sample
             # A grammar decides where the output ends.
             forbidden = (
-                self.forbidden
+                self.stop_token_ids
                 if mask is None and end - len(self.prompt) < self.min_new_tokens
                 else ()
             )
