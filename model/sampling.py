@@ -29,7 +29,7 @@ from model.draw_words import (
     needs_more,
     settings_SN,
 )
-from model.step import Sample, SampledToken, SampleError
+from model.step import Outcome, Sample, SampledToken, SampleError
 
 NOT_FINITE = SampleError("the logits of this request are not finite", code="numerical_error")
 NOT_FINITE_STATES = SampleError(
@@ -50,7 +50,7 @@ about a dozen 64-bit numbers for each of their logits.
 class Draws(Protocol):
     """Tokens drawn for some rows, which the device may still be computing."""
 
-    def read(self) -> list[SampledToken | SampleError]:
+    def read(self) -> list[Outcome]:
         """One outcome for each row. The device must have computed them."""
 
 
@@ -60,7 +60,7 @@ class Vectors:
     def __init__(self, device: Device, vectors_SE: Tensor) -> None:
         self._vectors_SE = device.download(vectors_SE.float())
 
-    def read(self) -> list[SampledToken | SampleError]:
+    def read(self) -> list[Outcome]:
         return [
             SampledToken(0, 0.0, vector=vector_E.numpy().tobytes())
             if vector_E.isfinite().all()
@@ -166,7 +166,7 @@ class KernelDrawn:
                 )
         draws.redraw(self._logits_SV, settings, self._drawn_S, rows, samples, adjusted_FV)
 
-    def read(self) -> list[SampledToken | SampleError]:
+    def read(self) -> list[Outcome]:
         results = self._results_SR.numpy()
         tokens = results[:, 0].tolist()
         logprobs = results[:, 1].view(np.float32).tolist()
@@ -211,7 +211,7 @@ class TorchDrawn:
             device, logits_SV, normaliser_S, [sample.num_top for sample in samples], named
         )
 
-    def read(self) -> list[SampledToken | SampleError]:
+    def read(self) -> list[Outcome]:
         tokens = self._tokens_S.tolist()
         (logprobs, normalisers, largest) = self._numbers_3S.tolist()
         tops = self._tops.read()
@@ -231,7 +231,7 @@ def _outcome(
     normaliser: float,
     largest: float,
     top: tuple[tuple[int, float], ...],
-) -> SampledToken | SampleError:
+) -> Outcome:
     if isfinite(normaliser) and isfinite(largest):
         return SampledToken(token, logprob, top)
     return NOT_FINITE if not isfinite(normaliser) or largest > -inf else NOTHING_ALLOWED

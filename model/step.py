@@ -175,9 +175,7 @@ class Row(Struct, frozen=True, gc=False):
             *(self.sample.after([*output, *drafts[: i + 1]]) for i in range(self.drafts)),
         ]
 
-    def settle(
-        self, draws: Sequence["SampledToken | SampleError"]
-    ) -> tuple[list["SampledToken"], "SampledToken | SampleError"]:
+    def settle(self, draws: Sequence["Outcome"]) -> tuple[list["SampledToken"], "Outcome"]:
         """Given the draws for `samples`: the accepted drafts, and the first draw that differs from
         its draft or follows all drafts.
         """
@@ -238,11 +236,15 @@ class SampleError(Struct, frozen=True, gc=False):
     code: str = ""
 
 
+Outcome = SampledToken | SampleError
+"""Of a draw."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The results of a step's rows."""
 
-    drawn: tuple[SampledToken | SampleError | None, ...]
+    drawn: tuple[Outcome | None, ...]
     """For each row of the plan its sampled token, after the accepted drafts if it has drafts; None
     if it does not sample."""
     scored: Mapping[int, Sequence[SampledToken]] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from torch import Tensor
 from model.decode import lines_of
 from model.devices.device import Event
 from model.sampling import NOT_FINITE_STATES, Draws, Scores
-from model.step import Row, SampledToken, SampleError, StepResult
+from model.step import Outcome, Row, SampledToken, StepResult
 
 
 class PendingStep:
@@ -92,10 +92,10 @@ class PendingStep:
         return StepResult(tuple(drawn), scored, accepted)
 
     def _drawn(
-        self, draws: Iterator[SampledToken | SampleError]
-    ) -> tuple[list[SampledToken | SampleError | None], dict[int, list[SampledToken]]]:
+        self, draws: Iterator[Outcome]
+    ) -> tuple[list[Outcome | None], dict[int, list[SampledToken]]]:
         """What every row draws, and its accepted drafts."""
-        drawn: list[SampledToken | SampleError | None] = [*islice(draws, self.num_decoding)]
+        drawn: list[Outcome | None] = [*islice(draws, self.num_decoding)]
         accepted: dict[int, list[SampledToken]] = {}
         place = self.num_decoding
         for row, places in zip(self.rows, self.samples, strict=True):

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from model.step import PENDING, Row, SampledToken, SampleError, StepPlan, StepResult
+from model.step import PENDING, Outcome, Row, SampledToken, SampleError, StepPlan, StepResult
 from server.engine.open_sequences import Event
 from server.engine.scheduler import Scheduler
 
@@ -133,7 +133,7 @@ class EngineCore:
             reason,
         )
         clear = plan.clear
-        drawn: list[SampledToken | SampleError | None] = []
+        drawn: list[Outcome | None] = []
         scored: dict[int, Sequence[SampledToken]] = {}
         for index, row in enumerate(plan.rows):
             try:
@@ -149,7 +149,7 @@ class EngineCore:
         return StepResult(tuple(drawn), scored)
 
 
-def _with_sampled_token(row: Row, drawn: SampledToken | SampleError | None) -> Row:
+def _with_sampled_token(row: Row, drawn: Outcome | None) -> Row:
     if row.tokens[-1] != PENDING or row.sample is None:
         return row
     token = drawn.token if isinstance(drawn, SampledToken) else NO_TOKEN

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 from cache.layout import CacheLayout
 from cache.pages import PageAllocator
 from cache.table import PageTable
-from model.step import Row, Sample, SampledToken, SampleError, StepPlan, StepResult
+from model.step import Outcome, Row, Sample, SampledToken, SampleError, StepPlan, StepResult
 from server.engine.drafts import DraftLength, divide
 from server.engine.sequence import Sequence
 
@@ -212,7 +212,7 @@ class DraftModel:
                 num_behind = 0
         return drafts
 
-    def _drawn(self, rows: Rows) -> tuple[SampledToken | SampleError | None, ...]:
+    def _drawn(self, rows: Rows) -> tuple[Outcome | None, ...]:
         plan = StepPlan(tuple(row for _, row in rows), tuple(self._clear))
         self._clear = []
         try:

@@ -13,7 +13,7 @@ from cache.disk import DiskCache
 from cache.ledger import PageLedger
 from cache.pages import TAKEN, PageAllocator
 from cache.table import PageTable
-from model.step import Row, SampledToken, SampleError, StepPlan, StepResult
+from model.step import Outcome, Row, SampledToken, SampleError, StepPlan, StepResult
 from server.engine.decoding import Decoding
 from server.engine.drafts import Drafts
 from server.engine.fair_shares import FairShares
@@ -228,7 +228,7 @@ class OpenSequences:
             return self._discard(sequence, drawn)
         if row.drafts and _is_corrupt(drawn):
             return self._recompute_without_drafts(sequence)
-        outcomes: list[SampledToken | SampleError] = []
+        outcomes: list[Outcome] = []
         end = row.start + len(row.tokens)
         if row.drafts:
             outcomes += result.accepted.get(index, ())
@@ -273,7 +273,7 @@ class OpenSequences:
         if self._has_windows:
             sequence.table.drop(end)
 
-    def _discard(self, sequence: Sequence, drawn: SampledToken | SampleError | None) -> None:
+    def _discard(self, sequence: Sequence, drawn: Outcome | None) -> None:
         """Discards a row of a sequence that has ended since; its pages may still have become
         corrupt.
         """
@@ -290,9 +290,7 @@ class OpenSequences:
         sequence.corrupt = True
         self._prefix_reuse.retract(sequence, found)
 
-    def _accept_drafts(
-        self, sequence: Sequence, row: Row, accepted: list[SampledToken | SampleError]
-    ) -> int:
+    def _accept_drafts(self, sequence: Sequence, row: Row, accepted: list[Outcome]) -> int:
         """Accounts for the accepted draft tokens of a row and returns the position after the last
         computed token.
         """
@@ -317,7 +315,7 @@ class OpenSequences:
     def _append_tokens(
         self,
         sequence: Sequence,
-        outcomes: list[SampledToken | SampleError],
+        outcomes: list[Outcome],
         events: list[Event],
     ) -> None:
         """Appends tokens to a sequence until it ends, with an event for each."""
@@ -335,7 +333,7 @@ class OpenSequences:
             break
 
 
-def _event(id: int, index: int, drawn: SampledToken | SampleError, finish: str | None) -> Event:
+def _event(id: int, index: int, drawn: Outcome, finish: str | None) -> Event:
     """One more token of a sequence, with its index in the output and the finish reason if it is the
     last; or the error that ended it.
     """
@@ -344,6 +342,6 @@ def _event(id: int, index: int, drawn: SampledToken | SampleError, finish: str |
     return Failed(id, drawn.reason, drawn.refused, drawn.code)
 
 
-def _is_corrupt(drawn: SampledToken | SampleError | None) -> bool:
+def _is_corrupt(drawn: Outcome | None) -> bool:
     """Whether the pages that a row wrote or read may hold non-finite values."""
     return isinstance(drawn, SampleError) and drawn.code == "numerical_error"
