@@ -181,8 +181,11 @@ class Admission:
         usage = self.clients.get(client)
         if usage is None:
             if len(self.clients) > 2 * (self.num_open + self.num_reserved) + MOST_NAMED:
+                # Those that have anything open, or counts that outlast their requests.
                 self.clients = {
-                    name: other for name, other in self.clients.items() if other.has_to_be_kept
+                    name: other
+                    for name, other in self.clients.items()
+                    if other.num_open or other.terms.name
                 }
                 self.metrics.by_client.clients = self.clients
             usage = self.clients[client] = Usage(terms)

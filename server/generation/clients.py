@@ -74,8 +74,3 @@ class Usage:
     @property
     def num_open(self) -> int:
         return self.num_reserved + self.num_submitted
-
-    @property
-    def has_to_be_kept(self) -> bool:
-        """Whether it has anything open, or counts that outlast its requests."""
-        return bool(self.num_open or self.terms.name)
