@@ -58,13 +58,11 @@ class Generation:
         """`system_fingerprint`: version, model type, dtypes, device and kernels, on which an answer
         depends besides its request.
         """
-        weights = (
-            self.ready.dtype
-            if self.ready.quantization == "none"
-            else f"{self.ready.quantization}-{self.ready.dtype}"
-        )
-        cache = "" if self.ready.kv_dtype == self.ready.dtype else f"-{self.ready.kv_dtype}"
         ready = self.ready
+        weights = (
+            ready.dtype if ready.quantization == "none" else f"{ready.quantization}-{ready.dtype}"
+        )
+        cache = "" if ready.kv_dtype == ready.dtype else f"-{ready.kv_dtype}"
         parts = version("onehead"), ready.model_type, weights + cache, ready.device, ready.kernels
         return "-".join(("onehead", *parts))
 

@@ -131,8 +131,13 @@ class Monitor:
         """Takes the engine's answer."""
         ready, before, self._shown = self._supervisor.ready, self._shown, (self._asked, view.number)
         assert ready is not None
-        head = {"engine": self._asked, "step": view.step, "view": view.number}
-        head |= {"num_pages": ready.num_pages, "page_size": ready.page_size}
+        head = {
+            "engine": self._asked,
+            "step": view.step,
+            "view": view.number,
+            "num_pages": ready.num_pages,
+            "page_size": ready.page_size,
+        }
         self._asked = NONE
         if before != self._shown:
             cells = memoryview(view.runs).cast("q").tolist()
@@ -154,11 +159,11 @@ class Monitor:
     def _stats(self) -> dict[str, Any]:
         stats = {"time": time.time(), "status": self._status(), **self._metrics.stats()}
         if (ready := self._supervisor.ready) is not None:
-            ratio = ready.multi_head_bytes_per_token / ready.kv_bytes_per_token
             stats |= {
                 "device": ready.device,
                 "page_size": ready.page_size,
                 "num_pages": ready.num_pages,
+                "multi_head_ratio": ready.multi_head_bytes_per_token / ready.kv_bytes_per_token,
+                "page_bytes": ready.page_bytes,
             }
-            stats |= {"multi_head_ratio": ratio, "page_bytes": ready.page_bytes}
         return stats
