@@ -54,21 +54,17 @@ def engine_options(settings: EngineSettings) -> EngineOptions:
     max_running, step_tokens = step_sizes(
         settings.engine.max_running, settings.engine.step_tokens, settings.engine.device
     )
-    sizes = {"max_running": max_running, "step_tokens": step_tokens}
     found = {
+        "max_running": max_running,
+        "step_tokens": step_tokens,
         "threads": engine_threads(settings.engine.threads),
         "max_context": settings.engine.max_context or 0,
         "draft": str(settings.engine.draft or ""),
         "cache_disk": str(cache.pop("disk") or ""),
         "cache_disk_size": cache.pop("disk_size"),
+        "cache_dtype": cache.pop("dtype"),
     }
-    return EngineOptions(
-        **engine
-        | cache
-        | found
-        | sizes
-        | {"dtype": settings.engine.dtype, "cache_dtype": settings.cache.dtype}
-    )
+    return EngineOptions(**engine | cache | found)
 
 
 def start_message(settings: EngineSettings, section: ServerSection) -> protocol.Start:
