@@ -228,13 +228,13 @@ class SupervisedEngine:
         )
         if state is State.READY and self.supervisor.ready is not None:
             self.metrics.loaded(self.supervisor.ready)
-            if self._crashed_at is None and self.supervisor.ready.device == "cpu":
-                _warn_of_threads(self._start.options.threads)
             if self._crashed_at is not None:
                 seconds = time.monotonic() - self._crashed_at
                 self.metrics.engine_recovery.observe(seconds)
                 log.info("the engine was replaced in %.2f s", seconds)
-            self._crashed_at = None
+                self._crashed_at = None
+            elif self.supervisor.ready.device == "cpu":
+                _warn_of_threads(self._start.options.threads)
         if state is State.STARTING:
             self._crashed_at = time.monotonic()
             self.metrics.idle()
