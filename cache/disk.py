@@ -163,7 +163,7 @@ class DiskCache:
 
     def _remove(self, path: Path) -> None:
         with suppress(OSError):
-            path.unlink(missing_ok=True)
+            path.unlink()
 
     def _path(self, name: bytes) -> Path:
         return self._folder / name.hex()

@@ -52,11 +52,7 @@ class FairShares:
         """
         contenders = self._contenders()
         waiting = [head.account.served for head in contenders if head.rank <= rank]
-        self._top = (
-            max(self._top, *(account.served for account in self.accounts.values()))
-            if self.accounts
-            else self._top
-        )
+        self._top = max([self._top, *(account.served for account in self.accounts.values())])
         floor = min(waiting, default=self._top)
         account = self.accounts.get(client)
         if account is None:

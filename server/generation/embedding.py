@@ -56,8 +56,8 @@ async def embed(
             param="dimensions",
         )
     most = generation.client.admission.max_running
-    most = min(reservation.terms.max_running or most, most)
-    most = min(most, max(1, MAX_SENT_IDS // generation.max_total_tokens))
+    by_price = max(1, MAX_SENT_IDS // generation.max_total_tokens)
+    most = min(reservation.terms.max_running or most, most, by_price)
     found, num_tokens = list[Vector](), 0
     with ExitStack() as held:
         for first in range(0, len(given), most):
