@@ -74,11 +74,10 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
     files = ModelFiles(folder, Path(start.tokenizer), spec)
     if (fact := only_pooled(folder)) is not None:
         log.warning("%s; `onehead train --init %s --output NEW` trains it", fact, folder)
-    max_context = _max_context(start, spec)
-    step_tokens = max(start.options.step_tokens, max_context * spec.is_whole)
-    options = dataclasses.replace(start.options, max_context=max_context, step_tokens=step_tokens)
-    make_drafts, options = load_drafts(options, spec, report)
-    runner = _load_runner(folder, spec, options, report)
+    make_drafts, options = load_drafts(_options(start, spec), spec, report)
+    from model.runner.runner import ModelRunner  # Which imports torch.
+
+    runner = ModelRunner.load(folder, spec, options, report)
     limits = _limits(runner, options)
     pooling = spec.pooling
     kv_dtype, forms = runner.pool.dtype, runner.decoder.block_forms
@@ -87,7 +86,7 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
         dtype=str(runner.dtype).removeprefix("torch."),
         device=runner.device.name,
         vocab_size=spec.vocab_size,
-        max_context=max_context,
+        max_context=options.max_context,
         end_token_ids=list(spec.end_token_ids),
         num_parameters=runner.decoder.num_parameters,
         page_size=start.options.page_size,
@@ -102,7 +101,7 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
         kernels=runner.kernels,
         deterministic=runner.deterministic,
         multi_head_bytes_per_token=spec.multi_head_bytes_per_token(kv_dtype.itemsize),
-        sequences=_sequences(limits, max_context, spec.contexts()),
+        sequences=_sequences(limits, options.max_context, spec.contexts()),
         digest=_same_model(start, files.digest()),
         hardware=runner.device.description(),
         device_memory=runner.device.own_memory(),
@@ -191,15 +190,6 @@ def _check_files(max_running: int) -> None:
         )
 
 
-def _load_runner(
-    folder: Path, spec: ModelSpec, options: EngineOptions, report: "Report"
-) -> "ModelRunner":
-    """Imports torch and loads the weights."""
-    from model.runner.runner import ModelRunner
-
-    return ModelRunner.load(folder, spec, options, report)
-
-
 def _sequences(limits: Limits, max_context: int, contexts: list[int]) -> list[tuple[int, int]]:
     """For each context length up to `max_context`, the number of sequences that fit the KV cache at
     once.
@@ -226,13 +216,16 @@ def _same_model(start: protocol.Start, digest: str) -> str:
     return digest
 
 
-def _max_context(start: protocol.Start, spec: ModelSpec) -> int:
+def _options(start: protocol.Start, spec: ModelSpec) -> EngineOptions:
+    """The options with the context, and with steps that hold it where a sequence needs that."""
     asked, positions = start.options.max_context, spec.max_positions
     if asked > positions:
         raise CheckpointError(
             f"engine.max_context {asked} is above the {positions} positions of the checkpoint"
         )
-    return asked or positions
+    max_context = asked or positions
+    step_tokens = max(start.options.step_tokens, max_context * spec.is_whole)
+    return dataclasses.replace(start.options, max_context=max_context, step_tokens=step_tokens)
 
 
 def load_report(pipe: Connection) -> "Report":
