@@ -483,20 +483,21 @@ def main() -> None:
     gc.freeze()
     release_freed_memory()
     grammars = socket.socket(fileno=int(sys.argv[2]))
+    serving = partial(serve, start, core, ready, grammars)
     # Where a page cannot be checked, what an engine leaves in it must not reach the next one.
     if not start.forks or cast("ModelRunner", core.runner).backend.are_whole is None:
-        serve(pipe, start, core, ready, grammars)
+        serving(pipe)
         return
     control = socket.socket(fileno=int(sys.argv[3]))
-    hold(control, pipe, lambda pipe: serve(pipe, start, core, ready, grammars), grammars.fileno())
+    hold(control, pipe, serving, grammars.fileno())
 
 
 def serve(
-    pipe: Connection,
     start: protocol.Start,
     core: EngineCore,
     ready: protocol.Ready,
     grammars: socket.socket,
+    pipe: Connection,
 ) -> None:
     """Serves with a loaded engine until Shutdown, or until the API process has ended. Sends Ready,
     or Refused where a thread or the address of KV events cannot be had.
