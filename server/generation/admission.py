@@ -279,17 +279,15 @@ class Admission:
         """Raises Overloaded where a rate is used up; counts a request that is new."""
         terms, now = usage.terms, time.monotonic()
         of_requests = usage.requests.seconds(terms.requests_per_minute if is_new else None, now)
-        seconds = of_requests, usage.tokens.seconds(terms.tokens_per_minute, now)
-        if max(seconds):
-            number, what = max(
-                zip(
-                    seconds,
-                    (f"{terms.requests_per_minute} requests", f"{terms.tokens_per_minute} tokens"),
-                    strict=True,
-                )
+        of_tokens = usage.tokens.seconds(terms.tokens_per_minute, now)
+        if (seconds := ceil(max(of_requests, of_tokens))) > 0:
+            what = (
+                f"{terms.requests_per_minute} requests"
+                if of_requests > of_tokens
+                else f"{terms.tokens_per_minute} tokens"
             )
-            text = f"this key may use {what} a minute; try again in {ceil(number)} s"
-            raise Overloaded(text, ceil(number), code="rate_limit_exceeded")
+            text = f"this key may use {what} a minute; try again in {seconds} s"
+            raise Overloaded(text, seconds, code="rate_limit_exceeded")
         usage.requests.level -= is_new
 
     def _overloaded(self, usage: Usage, text: str, code: str) -> Overloaded:
