@@ -89,10 +89,9 @@ class ChoiceDetokenizer:
         ends = token.finish == "eos_token"
         # A token that ends the sequence adds no text, whether it is a special token or one of the
         # request's stop tokens.
-        special = token.token in self._codec.special_ids or (ends and not request.keep_stop_token)
-        skipped = (special and request.skip_special_tokens) or (
-            ends and not request.keep_stop_token
-        )
+        silent = ends and not request.keep_stop_token
+        special = silent or token.token in self._codec.special_ids
+        skipped = silent or (special and request.skip_special_tokens)
         text = "" if skipped else self._detokenizer.push(token.token)
         if token.finish is not None:
             text += self._detokenizer.flush()
@@ -114,19 +113,18 @@ class ChoiceDetokenizer:
             # A special token, which adds no text to find it in.
             finish = "stop_sequence"
             reason = own
-        top, thought, calls = token.top, parsed.thought, parsed.calls
         return Piece(
             index,
             token.token,
             text,
             own,
             token.logprob,
-            top,
+            token.top,
             special,
             finish,
             reason,
-            thought,
-            calls,
+            parsed.thought,
+            parsed.calls,
         )
 
     def _strip_healed(self, text: str) -> str:
