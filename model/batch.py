@@ -92,7 +92,7 @@ def _tail(
     plan: StepPlan, layout: CacheLayout, upload: Upload, ids_T: Tensor, positions_T: Tensor
 ) -> BatchTail | None:
     """None where all tokens belong to it."""
-    num_decoding = 0 if plan.decode is None else len(plan.decode)
+    num_decoding = plan.num_decoding
     rows, kept, begin = list[Row](), [*range(num_decoding)], num_decoding
     for row in plan.listed:
         first, count = _first_wanted(row), len(row.tokens)

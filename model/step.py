@@ -205,6 +205,11 @@ class StepPlan:
         return self.listed if self.decode is None else (*self.decode.rows(), *self.listed)
 
     @property
+    def num_decoding(self) -> int:
+        """Rows of `decode`."""
+        return 0 if self.decode is None else len(self.decode)
+
+    @property
     def is_empty(self) -> bool:
         return not self.listed and self.decode is None
 

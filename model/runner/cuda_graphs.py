@@ -242,7 +242,7 @@ class CudaGraphs:
         """A step with a row for each token; None where these may not be rows of a graph.
         `sources_of`: those of listed rows.
         """
-        num_tokens, num_keys = 0 if plan.decode is None else len(plan.decode), 0
+        num_tokens, num_keys = plan.num_decoding, 0
         for row in plan.listed:
             if (
                 row.scoring is not None

@@ -270,8 +270,7 @@ class ModelRunner:
         has_tail = spec.num_storing_layers < spec.num_layers and spec.pooling is None
         upload = self.device.upload
         batch = build_batch(plan, self.pool.layout, upload, has_tail, spec.bidirectional)
-        num_decoding = len(batch.firsts) - len(plan.listed)
-        pending = PendingStep(plan.listed, batch.firsts[num_decoding:], num_decoding)
+        pending = PendingStep(plan.listed, batch.firsts[plan.num_decoding :], plan.num_decoding)
         work = partial(
             self._compute,
             plan,
@@ -305,7 +304,7 @@ class ModelRunner:
             return None
         pending = PendingStep((), (), len(step))
         if any(len(row.tokens) > 1 for row in listed):
-            pending = PendingStep.of_lines(listed, 0 if plan.decode is None else len(plan.decode))
+            pending = PendingStep.of_lines(listed, plan.num_decoding)
         self._stream.enqueue(partial(self._replay, plan, step, pending, replay))
         self._drawn_ids = step.ids
         pending.event = self._stream.mark()

@@ -166,11 +166,10 @@ class OpenSequences:
         finish are removed, and their pages freed unless another step in flight has a row of them.
         """
         events: list[Event] = []
-        sequences, num_decoding = self._in_flight.popleft(), 0
+        sequences, num_decoding = self._in_flight.popleft(), plan.num_decoding
         self.num_steps += 1
         assert len(result.drawn) == len(sequences), "one outcome for each row"
         if plan.decode is not None:
-            num_decoding = len(plan.decode)
             self._commit_decode(plan, sequences[:num_decoding], result, events)
         for index, (sequence, row) in enumerate(
             zip(sequences[num_decoding:], plan.listed, strict=True), start=num_decoding
