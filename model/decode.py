@@ -110,7 +110,7 @@ class DecodeTable:
             if row.sample is not None
         ]
         if drawing:
-            table._append_all(*zip(*drawing, strict=True))
+            table.append(*zip(*drawing, strict=True))
         for row in rows:
             if others := len(row.tokens) - (row.sample is not None):
                 table._extend(row, others)
@@ -120,13 +120,6 @@ class DecodeTable:
         return len(self.ids)
 
     def append(
-        self, id: int, pages: Pages, sample: Sample, position: int, token: int, source: int
-    ) -> int:
-        """Adds a line and returns its number."""
-        self._append_all([id], [pages], [sample], [position], [token], [source])
-        return len(self.ids) - 1
-
-    def _append_all(
         self,
         ids: Sequence[int],
         pages: Sequence[Pages],

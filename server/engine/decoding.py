@@ -46,16 +46,16 @@ class Decoding:
             None,
             sequence.num_unseen,
         )
-        line = self._table.append(
-            sequence.id,
-            sequence.table.pages,
-            sample,
-            sequence.num_tokens - 1,
-            sequence.last_token,
-            source if sequence.num_unseen else PENDING,
+        self._table.append(
+            [sequence.id],
+            [sequence.table.pages],
+            [sample],
+            [sequence.num_tokens - 1],
+            [sequence.last_token],
+            [source if sequence.num_unseen else PENDING],
         )
-        self._limits_R[line] = _limit(sequence)
-        sequence.line = line
+        sequence.line = len(self.sequences)
+        self._limits_R[sequence.line] = _limit(sequence)
         self.sequences.append(sequence)
 
     def leave(self, sequence: Sequence) -> None:

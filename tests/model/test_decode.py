@@ -66,10 +66,9 @@ class Both:
             self.rng.randrange(50),
             source,
         )
-        assert self.table.append(line.id, pages, line.sample, position, line.token, source) == len(
-            self.lines
-        )
+        self.table.append([line.id], [pages], [line.sample], [position], [line.token], [source])
         self.lines.append(line)
+        assert len(self.table) == len(self.lines)
 
     def leave(self) -> None:
         place = self.rng.randrange(len(self.lines))
@@ -137,12 +136,12 @@ def test_of_rows_is_those_rows() -> None:
             for group in LAYOUT.groups
         ]
         table.append(
-            id,
-            pages,
-            Sample(Sampling(), [1], [], num_unseen=id % 2),
-            position,
-            5 + id,
-            PENDING if id % 2 == 0 else id,
+            [id],
+            [pages],
+            [Sample(Sampling(), [1], [], num_unseen=id % 2)],
+            [position],
+            [5 + id],
+            [PENDING if id % 2 == 0 else id],
         )
     step = table.advance()
     again = DecodeTable.of(LAYOUT, step.rows(), step.sources_R.tolist()).advance()
@@ -163,7 +162,8 @@ def test_rows_follow_the_lines_of_a_step() -> None:
         sample = Sample(
             Sampling(seed=id, top_p=0.5 if id == 1 else 1.0), [1], [], num_unseen=id % 2
         )
-        table.append(id, pages, sample, position, 5 + id, PENDING if id % 2 == 0 else id)
+        source = PENDING if id % 2 == 0 else id
+        table.append([id], [pages], [sample], [position], [5 + id], [source])
         rows.append(table.advance().rows()[-1] if id > 1 else None)
         if id == 1:
             step = table.advance()
@@ -193,7 +193,7 @@ def test_each_token_of_a_row_is_a_line_and_those_that_draw_come_first() -> None:
         ]
 
     table = DecodeTable(LAYOUT, MOST_ROWS, MOST_TOKENS)
-    table.append(9, pages(9, 8), Sample(Sampling(seed=4), [1], []), 7, 3, PENDING)
+    table.append([9], [pages(9, 8)], [Sample(Sampling(seed=4), [1], [])], [7], [3], [PENDING])
     draws = Sample(Sampling(top_p=0.5), [1], [2])
     rows = [
         Row(0, [5, 6, 7], 4, pages(0, 7), None),
