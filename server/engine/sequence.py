@@ -113,7 +113,8 @@ class Sequence:
     awaits_mask: bool = False
     """Whether its constraint is computing what may be sampled next."""
     drafter: DraftLength | None = None
-    """How many tokens are drafted for it, and what they are drafted from; None if none are."""
+    """How many tokens are drafted for it, and what they are drafted from; None if none are, as
+    under a constraint."""
     line: int = -1
     """Its line among the sequences that decode (server.engine.decoding); -1 while it is not one of
     them."""
@@ -221,13 +222,12 @@ class Sequence:
     @property
     def most_drafts(self) -> int:
         """Draft tokens that could all be accepted. None unless its last token is the only one to
-        compute, nor while prompt scores, a constraint or `min_new_tokens` affect sampling.
+        compute, nor while prompt scores or `min_new_tokens` affect sampling.
         """
         if (
             self.drafter is None
             or self.num_uncomputed != 1
             or self.num_scored < len(self.prompt)
-            or self.constraint is not None
             or len(self.output) < self.min_new_tokens
         ):
             return 0
