@@ -107,7 +107,10 @@ class CacheViews:
 
 
 def _row(sequence: Sequence, state: str, num_pages: int) -> SequenceRow:
-    counts = (
+    return (
+        sequence.id,
+        sequence.request,
+        state,
         len(sequence.prompt),
         sequence.num_cached,
         sequence.num_computed,
@@ -115,7 +118,6 @@ def _row(sequence: Sequence, state: str, num_pages: int) -> SequenceRow:
         num_pages,
         sequence.num_preemptions,
     )
-    return sequence.id, sequence.request, state, *counts
 
 
 def _runs(cells_P: NDArray[np.int64]) -> bytes:

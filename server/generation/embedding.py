@@ -83,8 +83,8 @@ async def _prompts(
     """The token ids of some inputs: of texts with the tokenizer's special tokens."""
     texts = [text for text in given if isinstance(text, str)]
     if not texts:
-        ids_of_each = [ids for ids in given if isinstance(ids, list)]
-        return [ids[: generation.max_total_tokens] if truncate else ids for ids in ids_of_each]
+        most = generation.max_total_tokens if truncate else None
+        return [ids[:most] for ids in given if isinstance(ids, list)]
     if query is None:
         filled = await generation.tokenize(Prompts(texts), reservation.client, truncated=truncate)
         prompts = [each.prompt for each in filled]
