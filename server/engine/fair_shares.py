@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from server.engine.account import Account
 from server.engine.sequence import Sequence
 from server.engine.waiting_queue import WaitingQueue
+from server.protocol import Share
 
 QUANTUM = 256
 """How far, in tokens, a waiting client's counter must be below a running one's before a sequence of
@@ -46,19 +47,17 @@ class FairShares:
         self._top = 0.0
         """The largest counter there ever was."""
 
-    def account(self, client: str, weight: float, most: int, rank: int) -> Account:
-        """The account of a client that submits a sequence; `most`: sequences that it may have
-        running, 0 for no limit.
-        """
+    def account(self, share: Share) -> Account:
+        """The account of a client that submits a sequence."""
         contenders = self._contenders()
-        waiting = [head.account.served for head in contenders if head.rank <= rank]
+        waiting = [head.account.served for head in contenders if head.rank <= share.rank]
         self._top = max([self._top, *(account.served for account in self.accounts.values())])
         floor = min(waiting, default=self._top)
-        account = self.accounts.get(client)
+        account = self.accounts.get(share.client)
         if account is None:
             self._forget(floor)
-            account = self.accounts[client] = Account(client)
-        account.weight, account.max_running = weight, most
+            account = self.accounts[share.client] = Account(share.client)
+        account.weight, account.max_running = share.weight, share.max_running
         if all(head.account is not account for head in contenders):
             account.served = max(account.served, floor)
         return account

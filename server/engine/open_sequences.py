@@ -114,7 +114,7 @@ class OpenSequences:
             submit.salt,
             submit.request,
             share.rank,
-            self._shares.account(share.client, share.weight, share.max_running, share.rank),
+            self._shares.account(share),
         )
         if sequence.most_tokens > self._capacity:
             raise NeverFits(
