@@ -43,11 +43,6 @@ class PageAllocator:
         return len(self._free) + len(self.cached)
 
     @property
-    def num_cached(self) -> int:
-        """Pages without an owner whose contents are kept."""
-        return len(self.cached)
-
-    @property
     def num_owned(self) -> int:
         """Pages with at least one owner."""
         return self.num_pages - self.num_available

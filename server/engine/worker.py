@@ -387,7 +387,7 @@ class Worker:
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             pages_used=scheduler.allocator.num_owned,
-            pages_cached=scheduler.allocator.num_cached,
+            pages_cached=len(scheduler.allocator.cached),
             preemptions=scheduler.num_preemptions,
             queried_tokens=scheduler.num_queried_tokens,
             hit_tokens=scheduler.num_hit_tokens,

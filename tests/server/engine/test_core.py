@@ -268,7 +268,7 @@ def test_pages_of_a_row_that_failed_in_flight_are_cleared_before_anyone_has_them
         scheduler.cancel(0)
     while scheduler.has_work:
         core.step()
-    assert scheduler.allocator.num_cached == 0
+    assert len(scheduler.allocator.cached) == 0
     submit(scheduler, 1, [1, 2, 3, 4, 5], 20, Sampling())
     outputs_of(core)
     assert pages <= {page for clear in runner.clears for page in clear}
