@@ -103,7 +103,7 @@ class Text(DraftLength):
     """What a model with pages of its own has computed of a sequence."""
 
     def __init__(self, table: PageTable) -> None:
-        super().__init__(backoff=0)
+        super().__init__()
         self.table = table
         self.num_computed = 0
         """Tokens of the sequence."""
@@ -148,7 +148,7 @@ class DraftModel:
 
     def begin(self, sequence: Sequence) -> DraftLength:
         """As in server.engine.drafts.Drafts."""
-        return DraftLength(backoff=0)
+        return DraftLength()
 
     def end(self, sequence: Sequence) -> None:
         """As in server.engine.drafts.Drafts."""

@@ -30,7 +30,7 @@ BACKOFF_RECOVERY = 2
 class DraftLength:
     """How many tokens to draft for one sequence, by the outcomes of its drafts so far."""
 
-    def __init__(self, backoff: int) -> None:
+    def __init__(self, backoff: int = 0) -> None:
         self._length = INITIAL_DRAFT
         self._backoff = backoff
         self._paused_until = 0
