@@ -34,22 +34,19 @@ class Viewer:
     def __init__(self, monitor: "Monitor", events: dict[str, bytes]) -> None:
         self.events = events
         self._monitor = monitor
-        self._wake: Wake = lambda: None
+        self.wake: Wake = lambda: None
+        """Has what there is to take be taken."""
 
     @property
     def ended(self) -> bool:
         return self._monitor.ended
 
     def listen(self, wake: Wake) -> None:
-        self._wake = wake
+        self.wake = wake
 
     def take(self) -> list[bytes]:
         events, self.events = self.events, {}
         return [*events.values()]
-
-    def wake(self) -> Any:
-        """Has what there is to take be taken."""
-        return self._wake()
 
 
 class Monitor:
