@@ -223,17 +223,12 @@ class ModelSpec:
         kept = map(self.kv_columns_of, range(self.num_storing_layers))
         return itemsize * sum(key + (0 if in_key else value) for key, value, in_key in kept)
 
-    def contexts(self) -> list[int]:
-        """Context lengths for tables: powers of two from 512 (or less for a small model) up to the
-        model's maximum, and that maximum.
+    def contexts(self, most: int = 0) -> list[int]:
+        """Context lengths for tables: powers of two from 512 up to the longest, and that one;
+        `most`, or the model's maximum.
         """
-        least = min(512, self.max_positions)
-        powers = [
-            2**k
-            for k in range(least.bit_length() - 1, self.max_positions.bit_length())
-            if least <= 2**k < self.max_positions
-        ]
-        return [*powers, self.max_positions]
+        most = most or self.max_positions
+        return [*(2**k for k in range(9, most.bit_length()) if 2**k < most), most]
 
     def multi_head_bytes_per_token(self, itemsize: int) -> int:
         """Bytes that the same token would occupy with a key and a value for every query head."""

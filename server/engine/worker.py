@@ -101,7 +101,7 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
         kernels=runner.kernels,
         deterministic=runner.deterministic,
         multi_head_bytes_per_token=spec.multi_head_bytes_per_token(kv_dtype.itemsize),
-        sequences=_sequences(limits, options.max_context, spec.contexts()),
+        sequences=_sequences(limits, spec.contexts(options.max_context)),
         digest=_same_model(start, files.digest()),
         hardware=runner.device.description(),
         device_memory=runner.device.own_memory(),
@@ -190,17 +190,11 @@ def _check_files(max_running: int) -> None:
         )
 
 
-def _sequences(limits: Limits, max_context: int, contexts: list[int]) -> list[tuple[int, int]]:
-    """For each context length up to `max_context`, the number of sequences that fit the KV cache at
-    once.
-    """
-    lengths = [
-        *(context for context in contexts if context < max_context),
-        max_context,
-    ]
+def _sequences(limits: Limits, contexts: list[int]) -> list[tuple[int, int]]:
+    """For each context length the number of sequences that fit the KV cache at once."""
     return [
         (context, limits.layout.sequences(limits.num_pages, context, limits.step_tokens))
-        for context in lengths
+        for context in contexts
     ]
 
 
