@@ -87,9 +87,10 @@ class CacheLayout:
         `sources`: for each layer the one whose keys and values it reads, or empty where all have
         their own.
         """
+        read = sources or range(num_layers)
         kinds: dict[tuple[int | None, Columns], list[int]] = {}
         for layer in range(num_layers):
-            if not sources or sources[layer] == layer:
+            if read[layer] == layer:
                 window = windows[layer] if windows else None
                 kind = window, columns[layer] if columns else Columns(1, 1)
                 kinds.setdefault(kind, []).append(layer)
@@ -109,7 +110,6 @@ class CacheLayout:
             for number, group in enumerate(groups)
             for index, layer in enumerate(group.layers)
         }
-        read = sources or range(num_layers)
         return cls(page_size, groups, numbers, tuple(places[layer] for layer in read))
 
     @property

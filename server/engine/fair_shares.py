@@ -70,12 +70,11 @@ class FairShares:
             active = {
                 sequence.account for sequence in (*self._running.values(), *self._waiting.values())
             }
-            kept = {
+            self.accounts = {
                 client: account
                 for client, account in self.accounts.items()
                 if account in active or account.served > floor
             }
-            self.accounts = kept
 
     def _contenders(self) -> list[Sequence]:
         """The next sequence of each client that has any waiting and fewer running than it may."""
