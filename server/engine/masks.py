@@ -25,7 +25,6 @@ from server.protocol import (
     Answer,
     Begin,
     Guidance,
-    Opening,
     decode_mask_answer,
     encode,
 )
@@ -47,14 +46,12 @@ class ProcessConstraint:
     server.engine.sequence.Constraint.
     """
 
-    def __init__(
-        self, processes: "MaskProcesses", grammar: str, healed: str, opening: Opening | None
-    ) -> None:
+    def __init__(self, processes: "MaskProcesses", submit: protocol.Submit) -> None:
         self.is_pending = False
         self.is_slow = False
         self._processes = processes
-        self._grammar, self._healed, self._opening = grammar, healed, opening
-        self._is_open = opening is None
+        self._submit, self._opening = submit, submit.opening
+        self._is_open = submit.opening is None
         """Whether the grammar's opening has been generated. No process follows it before a token
         that may complete that."""
         self._output: list[int] = []
@@ -126,7 +123,8 @@ class ProcessConstraint:
 
     def _build(self) -> None:
         self._pipe = self._processes.acquire(self, fresh=self._num_lost > 0)
-        self._ask(self._pipe, Begin(self._grammar, self._healed, self._output, self._opening))
+        submit = self._submit
+        self._ask(self._pipe, Begin(submit.grammar, submit.healed, self._output, submit.opening))
 
     def _ask(self, pipe: Connection, request: Begin | Advance) -> None:
         self.is_pending = True
@@ -161,7 +159,7 @@ class MaskProcesses:
         """The constraint of a submission; None if it has none."""
         if not submit.grammar and not submit.healed:
             return None
-        return ProcessConstraint(self, submit.grammar, submit.healed, submit.opening)
+        return ProcessConstraint(self, submit)
 
     def collect(self, patience: float) -> None:
         """Receives the answers that are there, and those expected soon for at most `patience`
