@@ -121,8 +121,8 @@ class SupervisedEngine:
         self,
         settings: EngineSettings,
         section: ServerSection,
-        name: str = "",
-        recovery: float | None = None,
+        name: str,
+        recovery: float | None,
     ) -> None:
         # The engine needs the processors more.
         places = max(1, int(available_processors()) // 4)

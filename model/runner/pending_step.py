@@ -20,7 +20,7 @@ class PendingStep:
     where the device may still be computing.
     """
 
-    def __init__(self, rows: Sequence[Row], firsts: Sequence[int], num_decoding: int = 0) -> None:
+    def __init__(self, rows: Sequence[Row], firsts: Sequence[int], num_decoding: int) -> None:
         self.rows, self.firsts, self.num_decoding = rows, firsts, num_decoding
         """Rows with the index of the first token of each; before them so many rows of one token
         that draw once."""

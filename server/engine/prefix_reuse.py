@@ -24,9 +24,9 @@ class PrefixReuse:
         self,
         allocator: PageAllocator,
         layout: CacheLayout,
-        ledger: PageLedger | None = None,
-        disk: DiskCache | None = None,
-        is_used: bool = True,
+        ledger: PageLedger | None,
+        disk: DiskCache | None,
+        is_used: bool,
     ) -> None:
         self.prefixes = PrefixCache(allocator, layout, ledger, disk)
         self._ledger = ledger
