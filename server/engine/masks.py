@@ -16,7 +16,6 @@ import time
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
-from server import protocol
 from server.errors import TOO_COMPLEX, ConstraintFailed
 from server.protocol import (
     FOLLOW,
@@ -25,6 +24,7 @@ from server.protocol import (
     Answer,
     Begin,
     Guidance,
+    Submit,
     decode_mask_answer,
     encode,
 )
@@ -46,7 +46,7 @@ class ProcessConstraint:
     server.engine.sequence.Constraint.
     """
 
-    def __init__(self, processes: "MaskProcesses", submit: protocol.Submit) -> None:
+    def __init__(self, processes: "MaskProcesses", submit: Submit) -> None:
         self.is_pending = False
         self.is_slow = False
         self._processes = processes
@@ -155,7 +155,7 @@ class MaskProcesses:
         self._soon: set[ProcessConstraint] = set()
         """Those whose answer is worth waiting for."""
 
-    def constraint(self, submit: protocol.Submit) -> ProcessConstraint | None:
+    def constraint(self, submit: Submit) -> ProcessConstraint | None:
         """The constraint of a submission; None if it has none."""
         if not submit.grammar and not submit.healed:
             return None
