@@ -68,15 +68,13 @@ class ChoiceDetokenizer:
     def __init__(self, codec: TextCodec, choice: Choice) -> None:
         self._codec = codec
         self._choice = choice
-        self._request = choice.request
-        self._detokenizer = Detokenizer(
-            codec, choice.request.prompt, choice.request.skip_special_tokens
-        )
-        self._stops = StopStrings(choice.request.stop_strings, choice.request.keep_stop)
-        self._healed = choice.request.healed
+        self._request = request = choice.request
+        self._detokenizer = Detokenizer(codec, request.prompt, request.skip_special_tokens)
+        self._stops = StopStrings(request.stop_strings, request.keep_stop)
+        self._healed = request.healed
         """The part of the removed end of the prompt (token healing) that is still to be generated
         again; it is not part of the output."""
-        self._parser = (make := choice.request.parser) and make()
+        self._parser = request.parser and request.parser()
 
     def piece(self, token: protocol.Token) -> Piece:
         """The piece of a token. A stop string may set `finish` before the engine does."""
