@@ -128,12 +128,10 @@ class ModelRunner:
                 if options.pages
                 else f"cache.memory allows {num_pages}"
             )
-            needed = (
+            raise MemoryError(
+                f"{allowed} pages; {options.page_size} tokens of one sequence need "
                 f"{layout.pages_per_block}, {layout.pages_per_block * page_bytes} bytes; "
                 f"{device.memory_in_words()}"
-            )
-            raise MemoryError(
-                f"{allowed} pages; {options.page_size} tokens of one sequence need {needed}"
             )
         wanted = num_pages * page_bytes
         if device.overcommits and wanted > free:
