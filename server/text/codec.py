@@ -242,7 +242,7 @@ class TextCodec:
         if text is None or id in self.special_ids:
             return (text or "").encode()
         if '"ByteLevel"' in self._decoder:
-            return bytes(BYTE_OF[letter] for letter in text if letter in BYTE_OF)
+            return self.raw_bytes(id)
         return (
             bytes([int(text[3:5], 16)])
             if _BYTE_TOKEN.fullmatch(text)

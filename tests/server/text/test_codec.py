@@ -59,6 +59,16 @@ def test_every_byte_of_every_character_alone(codec: TextCodec, text: str) -> Non
         assert held <= 3, "a finished character is held back"
 
 
+def test_the_bytes_of_an_added_token_are_its_text(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["    ", "naïve x"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    codec = TextCodec(tmp_path)
+    for text in ("    ", "naïve x"):
+        (id,) = codec.encode(text)
+        assert codec.token_bytes(id) == codec.decode([id]).encode() == text.encode()
+
+
 @given(st.text(max_size=60))
 def test_text_through_the_tokenizer_and_back(codec: TextCodec, text: str) -> None:
     assert "".join(streamed(codec, codec.encode(text))) == text
