@@ -64,7 +64,7 @@ class Monitor:
         self.viewers = list[Viewer]()
         self.ended = False
         self._latest: dict[str, bytes] = {}
-        """The latest event of each kind; empty while nobody watches."""
+        """The latest event of each kind since somebody watches."""
         self._dump: asyncio.Future[bytes] | None = None
         """The next dump of the cache, as JSON; None if none is asked for."""
         self._watching: asyncio.Task[None] | None = None
@@ -83,7 +83,9 @@ class Monitor:
                 RETRY_SECONDS,
                 code="too_many_viewers",
             )
-        viewer = Viewer(self, dict(self._latest) if self.viewers else {})
+        if not self.viewers:  # What was shown before may be old.
+            self._latest, self._shown = {}, (NONE, NONE)
+        viewer = Viewer(self, dict(self._latest))
         self.viewers.append(viewer)
         self._begin()
         return viewer
@@ -107,7 +109,7 @@ class Monitor:
             self._watching = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
-        stats_due, self._shown = 0.0, (NONE, NONE)
+        stats_due = 0.0
         while self.viewers or self._dump:
             self._look()
             if (now := time.monotonic()) >= stats_due:
@@ -115,7 +117,6 @@ class Monitor:
                 self._show("stats", self._stats())
             size = len(self._latest.get("cache", b""))
             await asyncio.sleep(max(LOOK_SECONDS, size / BYTES_PER_SECOND))
-        self._latest = {}
 
     def _look(self) -> None:
         """Asks the engine, unless it has not answered yet."""
