@@ -119,7 +119,7 @@ class ModelSpec:
     activation: str
     attention_scale: float
     tied_embeddings: bool
-    end_token_ids: tuple[int, ...]
+    end_token_ids: tuple[int, ...] = ()
     norm: str = "layer_norm"
     """layer_norm, or rms_norm (Zhang and Sennrich 2019)."""
     norm_offset: float = 0.0

@@ -23,7 +23,6 @@ BIASES = ("attention_bias", "mlp_bias")
 
 def llama_fields(
     config: Config,
-    end_token_ids: tuple[int, ...],
     *,
     tied: bool,
     vocab_size: int | None = None,
@@ -44,7 +43,6 @@ def llama_fields(
         "intermediate_size": config.integer("intermediate_size"),
         "norm_epsilon": config.number("rms_norm_eps", epsilon),
         "tied_embeddings": config.flag("tie_word_embeddings", tied),
-        "end_token_ids": end_token_ids,
         "norm": "rms_norm",
         "qkv_bias": attention_bias,
         "out_bias": attention_bias,

@@ -43,7 +43,7 @@ log = logging.getLogger("onehead")
 class Family(Protocol):
     """What a family module provides."""
 
-    def spec_from_config(self, config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec: ...
+    def spec_from_config(self, config: Config) -> ModelSpec: ...
 
     def weight_names(self, spec: ModelSpec) -> Names: ...
 
@@ -97,7 +97,7 @@ def spec_of(folder: Path, values: Mapping[str, Any], warn: bool = True) -> Model
         config = Config(respelt(values))
         family = family_of(config.get("model_type"))
         packed_groups(config)
-        spec = family.spec_from_config(config, end_token_ids(folder, config))
+        spec = family.spec_from_config(config)
         pooling = pooling_of(folder, config, spec.hidden_size)
         if spec.bidirectional and pooling is None:
             raise CheckpointError(
@@ -105,7 +105,12 @@ def spec_of(folder: Path, values: Mapping[str, Any], warn: bool = True) -> Model
                 "which says what is made of a text; take the whole folder of the published model"
             )
         # A model that makes vectors has no head, or none that is read.
-        spec = replace(spec, pooling=pooling, tied_embeddings=spec.tied_embeddings or bool(pooling))
+        spec = replace(
+            spec,
+            end_token_ids=end_token_ids(folder, config),
+            pooling=pooling,
+            tied_embeddings=spec.tied_embeddings or bool(pooling),
+        )
         _check(spec)
     except CheckpointError as error:
         bare = str(error).startswith(("config.json", "generation_config.json"))

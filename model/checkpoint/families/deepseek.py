@@ -83,13 +83,13 @@ def _experts(config: Config, is_v3: bool, num_layers: int) -> Experts | None:
     )
 
 
-def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec:
+def spec_from_config(config: Config) -> ModelSpec:
     """The spec of a config.json with model_type deepseek_v2, deepseek_v3 or youtu. Raises
     CheckpointError naming the key that does not fit.
     """
     model_type = config.get("model_type")
     is_v3, is_dense = model_type == "deepseek_v3", model_type == "youtu"
-    fields = llama_fields(config, end_token_ids, tied=is_dense)
+    fields = llama_fields(config, tied=is_dense)
     for key in ("num_key_value_heads", "ep_size", "aux_loss_alpha", "seq_aux", "head_dim"):
         config.get(key)  # Training only, or meaningless because the latent is the key.
     latent = Latent(

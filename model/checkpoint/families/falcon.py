@@ -12,7 +12,7 @@ from model.checkpoint.rope import rotary
 from model.spec import CheckpointError, ModelSpec
 
 
-def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec:
+def spec_from_config(config: Config) -> ModelSpec:
     """The spec of a config.json with model_type falcon. Raises CheckpointError naming the key that
     does not fit.
     """
@@ -60,7 +60,6 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
         activation=config.choice("activation", ACTIVATIONS, "gelu"),
         attention_scale=(hidden_size // num_heads) ** -0.5,
         tied_embeddings=config.flag("tie_word_embeddings", True),
-        end_token_ids=end_token_ids,
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=bias,

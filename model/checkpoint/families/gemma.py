@@ -12,11 +12,11 @@ from model.spec import ModelSpec
 _ACTIVATIONS = {"gelu": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
-def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec:
+def spec_from_config(config: Config) -> ModelSpec:
     """The spec of a config.json with model_type gemma. Raises CheckpointError naming the key that
     does not fit.
     """
-    fields = llama_fields(config, end_token_ids, tied=True)
+    fields = llama_fields(config, tied=True)
     config.one_key_value_head("num_key_value_heads", 16)
     config.only("use_bidirectional_attention", False, why="onehead serves causal models")
     head_dim = config.columns("head_dim", 256)

@@ -10,11 +10,11 @@ from model.checkpoint.names import llama_names
 from model.spec import ModelSpec
 
 
-def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec:
+def spec_from_config(config: Config) -> ModelSpec:
     """The spec of a config.json with model_type gemma3_text. Raises CheckpointError naming the key
     that does not fit.
     """
-    fields = llama_fields(config, end_token_ids, tied=True, vocab_size=262_208)
+    fields = llama_fields(config, tied=True, vocab_size=262_208)
     config.one_key_value_head("num_key_value_heads", 4, convertible=False)
     bidirectional = config.flag("use_bidirectional_attention", False)
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):

@@ -125,11 +125,11 @@ def _wide_head_dim(config: Config, head_dim: int, windows: tuple[int | None, ...
     return found.pop() if found else head_dim
 
 
-def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec:
+def spec_from_config(config: Config) -> ModelSpec:
     """The spec of a config.json with model_type gemma4 or gemma4_text. Raises CheckpointError
     naming the key that does not fit.
     """
-    fields = llama_fields(config, end_token_ids, tied=True, vocab_size=262_144)
+    fields = llama_fields(config, tied=True, vocab_size=262_144)
     num_layers = fields["num_layers"]
     _refuse_others(config)
     head_dim, windows = config.columns("head_dim", 256), windows_of(config, num_layers, 512, True)

@@ -28,7 +28,7 @@ def _refuse_several_heads(config: Config, num_heads: int) -> None:
         )
 
 
-def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec:
+def spec_from_config(config: Config) -> ModelSpec:
     """The spec of a config.json with model_type gpt_bigcode or gpt2. Raises CheckpointError naming
     the key that does not fit.
     """
@@ -56,7 +56,6 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
         activation=config.choice("activation_function", ACTIVATIONS, "gelu_pytorch_tanh"),
         attention_scale=head_dim**-0.5 if config.flag("scale_attn_weights", True) else 1.0,
         tied_embeddings=config.flag("tie_word_embeddings", True),
-        end_token_ids=end_token_ids,
     )
 
 

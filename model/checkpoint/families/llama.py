@@ -9,13 +9,13 @@ from model.checkpoint.rope import rotary
 from model.spec import ModelSpec
 
 
-def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec:
+def spec_from_config(config: Config) -> ModelSpec:
     """The spec of a config.json with model_type llama or mistral. Raises CheckpointError naming the
     key that does not fit.
     """
     is_mistral = config.get("model_type") == "mistral"
     # Mistral's layers have no biases, whatever its config says.
-    fields = llama_fields(config, end_token_ids, tied=False, biases=() if is_mistral else BIASES)
+    fields = llama_fields(config, tied=False, biases=() if is_mistral else BIASES)
     num_heads = fields["num_query_heads"]
     config.one_key_value_head("num_key_value_heads", 8 if is_mistral else num_heads)
     head_dim = config.columns("head_dim", fields["hidden_size"] // num_heads)

@@ -9,11 +9,11 @@ from model.checkpoint.rope import rotary
 from model.spec import Latent, ModelSpec
 
 
-def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec:
+def spec_from_config(config: Config) -> ModelSpec:
     """The spec of a config.json with model_type minicpm3. Raises CheckpointError naming the key
     that does not fit.
     """
-    fields = llama_fields(config, end_token_ids, tied=True, epsilon=1e-5, biases=BIASES)
+    fields = llama_fields(config, tied=True, epsilon=1e-5, biases=BIASES)
     hidden_size, num_layers = fields["hidden_size"], fields["num_layers"]
     for key in ("num_key_value_heads", "head_dim"):
         config.get(key)  # Meaningless because the latent is the key.
