@@ -55,6 +55,11 @@ def short(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
+def _is_positive(value: object) -> bool:
+    """Whether a value is a finite number above 0; true is none."""
+    return isinstance(value, int | float) and value is not True and 0 < value < 1e30
+
+
 class Config:
     """The keys of one JSON object, called `path` in messages, where `prefix` is put before the
     keys. Every method raises CheckpointError naming the key.
@@ -92,7 +97,7 @@ class Config:
         """
         value = self.get(key)
         value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        if type(value) is not int or not least <= value <= most:
             bounds = (
                 f"an integer of at least {least}"
                 if most == MOST
@@ -123,7 +128,7 @@ class Config:
         value = self.get(key)
         if value is None and default is not None:
             return default
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e30:
+        if not _is_positive(value):
             raise self.wrong(key, "a number above 0")
         return float(value)
 
@@ -131,9 +136,7 @@ class Config:
         """A list of `count` numbers above 0."""
         value = self.get(key)
         fits = isinstance(value, list) and len(value) == count
-        if not fits or not all(
-            isinstance(v, int | float) and not isinstance(v, bool) and 0 < v < 1e30 for v in value
-        ):
+        if not fits or not all(map(_is_positive, value)):
             raise self.wrong(key, f"a list of {count} numbers above 0")
         return [float(v) for v in value]
 
@@ -190,9 +193,7 @@ def end_token_ids(folder: Path, config: Config) -> tuple[int, ...]:
     for source in sources:
         value = source.get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(
-            isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids
-        ):
+        if not all(type(token) is int and token >= 0 for token in ids):
             raise source.wrong("eos_token_id", "an id, a list of ids or null")
         found.update(ids)
     return tuple(sorted(found))
