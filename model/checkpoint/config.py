@@ -185,12 +185,9 @@ class Config:
 def end_token_ids(folder: Path, config: Config) -> tuple[int, ...]:
     """The union of the end-of-sequence ids in config.json and generation_config.json, sorted."""
     found: set[int] = set()
-    sources = [config]
-    if (folder / "generation_config.json").exists():
-        sources.append(
-            Config(read_json(folder / "generation_config.json"), "generation_config.json")
-        )
-    for source in sources:
+    name = "generation_config.json"
+    generation = Config(read_object(folder / name, MOST_CONFIG_BYTES) or {}, name)
+    for source in (config, generation):
         value = source.get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(token) is int and token >= 0 for token in ids):

@@ -62,7 +62,7 @@ def read_file(path: Path, most: int) -> bytes | None:
                 raise CheckpointError(f"{path}: not a regular file")
             _check_place(path)
             data = file.read(most + 1)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None

@@ -77,7 +77,7 @@ def _places(folder: Path) -> list[str]:
     list of modules.
     """
     path = folder / MODULES
-    text = read_text(path, MOST_CONFIG_BYTES) if folder.is_dir() else None
+    text = read_text(path, MOST_CONFIG_BYTES)
     if text is None:
         return []
     try:

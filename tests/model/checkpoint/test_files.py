@@ -14,6 +14,7 @@ def test_a_file_may_be_as_long_as_its_bound(tmp_path: Path) -> None:
     assert files.read_file(path, 3) is None
     path.write_bytes(b"abc")
     assert files.read_file(path, 3) == b"abc"
+    assert files.read_file(path / "b", 3) is None  # In a file there is none.
     with pytest.raises(CheckpointError, match=r"/a: longer than the 2 bytes"):
         files.read_file(path, 2)
 
