@@ -25,13 +25,9 @@ def _experts(config: Config, is_v3: bool, num_layers: int) -> Experts | None:
     scoring = "sigmoid" if is_v3 else "softmax"
     config.only("scoring_func", scoring, why=f"expected {scoring}")
     method = config.get("topk_method")
-    if (
-        method not in (None, "noaux_tc")
-        if is_v3
-        else method not in (None, "greedy", "group_limited_greedy")
-    ):
-        raise config.wrong("topk_method", "noaux_tc" if is_v3 else "greedy or group_limited_greedy")
-    grouped = is_v3 or method == "group_limited_greedy"
+    methods = ["noaux_tc"] if is_v3 else ["greedy", "group_limited_greedy"]
+    if method not in (None, *methods):
+        raise config.wrong("topk_method", " or ".join(methods))
     # Null means false.
     normalised = config.flag("norm_topk_prob", is_v3 and "norm_topk_prob" not in config.values)
     if normalised and not is_v3:
@@ -43,10 +39,9 @@ def _experts(config: Config, is_v3: bool, num_layers: int) -> Experts | None:
     num_experts = config.integer(
         "n_routed_experts", 256 if is_v3 else 64, most=MOST_EXPERTS // num_layers
     )
-    groups, chosen_groups = (
-        config.integer(key, default) for key, default in (("n_group", 8), ("topk_group", 4))
-    )
-    groups, chosen_groups = (groups, chosen_groups) if grouped else (1, 1)
+    groups, chosen_groups = config.integer("n_group", 8), config.integer("topk_group", 4)
+    if not (is_v3 or method == "group_limited_greedy"):
+        groups = chosen_groups = 1
     chosen = config.integer("num_experts_per_tok", 8 if is_v3 else None)
     if (
         num_experts % groups
@@ -68,7 +63,6 @@ def _experts(config: Config, is_v3: bool, num_layers: int) -> Experts | None:
     scale = config.number("routed_scaling_factor", 2.5 if is_v3 else 1.0)
     if first_layer >= num_layers:
         return None
-    scoring = "sigmoid" if is_v3 else "softmax"
     return Experts(
         first_layer,
         num_experts,
