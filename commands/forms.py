@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from model.checkpoint.config import read_json
-from model.checkpoint.families import family_of
+from model.checkpoint.families import weight_names
 from model.checkpoint.quantization_config import KEY
 from model.checkpoint.weights import Checkpoint, check_tensors
 from model.decoder import Decoder
@@ -36,7 +36,7 @@ def stored(
     with suppress(CheckpointError):
         checkpoint = Checkpoint(folder, decoder.spec.pooling)
         check_tensors(folder, decoder, {name: checkpoint.entry(name) for name in checkpoint.files})
-        names = family_of(decoder.spec.model_type).weight_names(decoder.spec)
+        names = weight_names(decoder.spec)
         matrices = _matrices(decoder)
         for name, parameter in decoder.named_parameters():
             if parameter in left:

@@ -4,9 +4,10 @@ that most families share.
 It knows names and row counts; it knows nothing of files, tensors and torch.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from model.spec import ModelSpec
+from model.spec import Experts, Latent, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,25 +60,34 @@ def renamed(modules: dict[str, str], bias: bool = False) -> Names:
     }
 
 
-def stacked(ours: str, theirs: dict[str, int], bias: bool) -> Names:
+def stacked(
+    ours: str, theirs: Mapping[str, int | None], bias: bool, transposed: bool = False
+) -> Names:
     """A linear layer that stacks several of the checkpoint's: checkpoint module -> its rows, in the
-    decoder's order.
+    decoder's order. `transposed`: as in Part, of the weights.
     """
     return {
-        f"{ours}.{kind}": tuple(Part(f"{name}.{kind}", rows) for name, rows in theirs.items())
+        f"{ours}.{kind}": tuple(
+            Part(f"{name}.{kind}", rows, transposed and kind == "weight")
+            for name, rows in theirs.items()
+        )
         for kind in KINDS[: 1 + bias]
     }
 
 
-def outer_names(spec: ModelSpec) -> Names:
-    """Embedding, final norm and head under Llama's names."""
-    modules = {"token_embedding": "model.embed_tokens", "final_norm": "model.norm"}
-    if not spec.tied_embeddings:
-        modules["head"] = "lm_head"
-    return renamed(modules)
+def within(ours: str, theirs: str, names: Names) -> Names:
+    """The names in a module, in the decoder and in the checkpoint -> the names in what these are
+    in.
+    """
+    return {
+        f"{ours}.{name}": tuple(
+            Part(f"{theirs}.{part.name}", part.rows, part.transposed) for part in parts
+        )
+        for name, parts in names.items()
+    }
 
 
-def attention_names(spec: ModelSpec, ours: str, theirs: str, layer: int) -> Names:
+def attention_names(spec: ModelSpec, layer: int) -> Names:
     """q_proj of a layer, where it stores keys and values k_proj and v_proj, and the norms of
     queries and keys.
     """
@@ -85,81 +95,60 @@ def attention_names(spec: ModelSpec, ours: str, theirs: str, layer: int) -> Name
     sizes = {"q_proj": spec.num_query_heads * width}
     if layer < spec.num_storing_layers:
         sizes |= {"k_proj": width, "v_proj": width}
-    names = stacked(
-        f"{ours}.qkv", {f"{theirs}.{name}": rows for name, rows in sizes.items()}, spec.qkv_bias
-    )
+    names = stacked("qkv", sizes, spec.qkv_bias)
     if spec.query_key_norm:
-        names |= renamed({f"{ours}.query_norm": f"{theirs}.q_norm"})
+        names |= renamed({"query_norm": "q_norm"})
         if "k_proj" in sizes:
-            names |= renamed({f"{ours}.key_norm": f"{theirs}.k_norm"})
+            names |= renamed({"key_norm": "k_norm"})
     return names
 
 
-def latent_names(spec: ModelSpec, ours: str, theirs: str, layer: int) -> Names:
+def latent_names(latent: Latent, bias: bool) -> Names:
     """The projections before a layer's latent attention under DeepSeek's names."""
-    assert spec.latent is not None
-    names = renamed(
-        {
-            f"{ours}.latent_norm": f"{theirs}.kv_a_layernorm",
-            f"{ours}.key_value_up": f"{theirs}.kv_b_proj",
-        }
-    )
-    biased = {f"{ours}.key_value_down": f"{theirs}.kv_a_proj_with_mqa"}
-    if spec.latent.query_rank is None:
-        names |= renamed({f"{ours}.query": f"{theirs}.q_proj"})
+    names = renamed({"latent_norm": "kv_a_layernorm", "key_value_up": "kv_b_proj"})
+    biased = {"key_value_down": "kv_a_proj_with_mqa"}
+    if latent.query_rank is None:
+        names |= renamed({"query": "q_proj"})
     else:
-        biased[f"{ours}.query_down"] = f"{theirs}.q_a_proj"
-        names |= renamed(
-            {f"{ours}.query_norm": f"{theirs}.q_a_layernorm", f"{ours}.query": f"{theirs}.q_b_proj"}
-        )
-    return names | renamed(biased, spec.qkv_bias)
+        biased["query_down"] = "q_a_proj"
+        names |= renamed({"query_norm": "q_a_layernorm", "query": "q_b_proj"})
+    return names | renamed(biased, bias)
 
 
-def gated_mlp_names(ours: str, theirs: str, intermediate_size: int, bias: bool) -> Names:
+def gated_mlp_names(intermediate_size: int, bias: bool) -> Names:
     """gate_proj, up_proj and down_proj of an MLP."""
-    names = stacked(
-        f"{ours}.up",
-        {f"{theirs}.{name}": intermediate_size for name in ("gate_proj", "up_proj")},
-        bias,
-    )
-    return names | renamed({f"{ours}.down": f"{theirs}.down_proj"}, bias)
+    sizes = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+    return stacked("up", sizes, bias) | renamed({"down": "down_proj"}, bias)
 
 
-def expert_names(spec: ModelSpec, ours: str, theirs: str) -> Names:
+def expert_names(experts: Experts) -> Names:
     """Router, experts and shared expert of a layer."""
-    experts = spec.experts
-    assert experts is not None
-    names = renamed({f"{ours}.router": f"{theirs}.gate"})
+    names = renamed({"router": "gate"})
     if experts.scoring == "sigmoid":
-        names[f"{ours}.choice_bias"] = (Part(f"{theirs}.gate.e_score_correction_bias"),)
+        names["choice_bias"] = (Part("gate.e_score_correction_bias"),)
+    expert = gated_mlp_names(experts.intermediate_size, False)
     for number in range(experts.num_experts):
-        names |= gated_mlp_names(
-            f"{ours}.experts.{number}",
-            f"{theirs}.experts.{number}",
-            experts.intermediate_size,
-            False,
-        )
+        names |= within(f"experts.{number}", f"experts.{number}", expert)
     if experts.shared_intermediate_size:
-        names |= gated_mlp_names(
-            f"{ours}.shared", f"{theirs}.shared_experts", experts.shared_intermediate_size, False
-        )
+        shared = gated_mlp_names(experts.shared_intermediate_size, False)
+        names |= within("shared", "shared_experts", shared)
     return names
 
 
 def llama_names(spec: ModelSpec) -> Names:
     """Every parameter of a decoder with Llama's checkpoint layout."""
-    norms = _FOUR_NORMS if spec.branch_norms else _NORMS
-    attention = attention_names if spec.latent is None else latent_names
-    names = outer_names(spec)
+    norms, latent, experts = _FOUR_NORMS if spec.branch_norms else _NORMS, spec.latent, spec.experts
+    names = renamed({"token_embedding": "model.embed_tokens", "final_norm": "model.norm"})
     for layer in range(spec.num_layers):
-        ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
-        names |= renamed({f"{ours}.{norm}": f"{theirs}.{name}" for norm, name in norms.items()})
-        names |= attention(spec, f"{ours}.attention", f"{theirs}.self_attn", layer)
-        names |= renamed({f"{ours}.attention.out": f"{theirs}.self_attn.o_proj"}, spec.out_bias)
-        if spec.experts is not None and layer >= spec.experts.first_layer:
-            names |= expert_names(spec, f"{ours}.mlp", f"{theirs}.mlp")
-        else:
-            names |= gated_mlp_names(
-                f"{ours}.mlp", f"{theirs}.mlp", spec.intermediate_size_of(layer), spec.mlp_bias
-            )
+        attention = (
+            attention_names(spec, layer) if latent is None else latent_names(latent, spec.qkv_bias)
+        ) | renamed({"out": "o_proj"}, spec.out_bias)
+        mlp = (
+            gated_mlp_names(spec.intermediate_size_of(layer), spec.mlp_bias)
+            if experts is None or layer < experts.first_layer
+            else expert_names(experts)
+        )
+        block = renamed(norms) | within("attention", "self_attn", attention)
+        block |= within("mlp", "mlp", mlp)
+        names |= within(f"blocks.{layer}", f"model.layers.{layer}", block)
     return names

@@ -45,7 +45,8 @@ class Family(Protocol):
 
     def spec_from_config(self, config: Config) -> ModelSpec: ...
 
-    def weight_names(self, spec: ModelSpec) -> Names: ...
+    def weight_names(self, spec: ModelSpec) -> Names:
+        """Of all parameters but the head and what pools, which have the same names in all."""
 
 
 def family_of(model_type: object) -> Family:
@@ -61,6 +62,8 @@ def family_of(model_type: object) -> Family:
 def weight_names(spec: ModelSpec) -> Names:
     """Decoder parameter -> its checkpoint tensors, for every parameter of this spec."""
     names = family_of(spec.model_type).weight_names(spec)
+    if not spec.tied_embeddings:
+        names |= renamed({"head": "lm_head"})
     for number, layer in enumerate(spec.pooling.layers if spec.pooling else ()):
         names |= renamed({f"pooler.layers.{number}": layer.name}, layer.bias)
     return names

@@ -7,7 +7,7 @@ ALiBi variants are refused: those published have many key/value heads.
 
 from model.checkpoint.config import Config
 from model.checkpoint.fields import ACTIVATIONS
-from model.checkpoint.names import Names, renamed
+from model.checkpoint.names import Names, renamed, within
 from model.checkpoint.rope import rotary
 from model.spec import CheckpointError, ModelSpec
 
@@ -73,8 +73,6 @@ def weight_names(spec: ModelSpec) -> Names:
     """Decoder parameter -> its checkpoint tensors, for every parameter of this spec."""
     names = renamed({"token_embedding": "transformer.word_embeddings"})
     names |= renamed({"final_norm": "transformer.ln_f"}, bias=True)
-    if not spec.tied_embeddings:
-        names |= renamed({"head": "lm_head"})
     if spec.shared_norm:
         norms = {"attention_norm": "input_layernorm"}
     elif spec.parallel:
@@ -87,10 +85,7 @@ def weight_names(spec: ModelSpec) -> Names:
         "mlp.up": "mlp.dense_h_to_4h",
         "mlp.down": "mlp.dense_4h_to_h",
     }
+    block = renamed(norms, bias=True) | renamed(linears, spec.qkv_bias)
     for layer in range(spec.num_layers):
-        ours, theirs = f"blocks.{layer}", f"transformer.h.{layer}"
-        names |= renamed({f"{ours}.{a}": f"{theirs}.{b}" for a, b in norms.items()}, bias=True)
-        names |= renamed(
-            {f"{ours}.{a}": f"{theirs}.{b}" for a, b in linears.items()}, spec.qkv_bias
-        )
+        names |= within(f"blocks.{layer}", f"transformer.h.{layer}", block)
     return names

@@ -10,7 +10,7 @@ from dataclasses import replace
 from model.checkpoint.config import Config
 from model.checkpoint.fields import ACTIVATIONS, llama_fields
 from model.checkpoint.layer_types import rotations_of, windows_of
-from model.checkpoint.names import Names, Part, llama_names, renamed
+from model.checkpoint.names import Names, Part, llama_names, renamed, within
 from model.spec import CheckpointError, ModelSpec
 
 _LAYER_INPUT = {
@@ -19,9 +19,9 @@ _LAYER_INPUT = {
     "layer_input_norm": "post_per_layer_input_norm",
 }
 _OUTER_INPUT = {
-    "layer_inputs.table": "embed_tokens_per_layer",
-    "layer_inputs.projection": "per_layer_model_projection",
-    "layer_inputs.norm": "per_layer_projection_norm",
+    "layer_inputs.table": "model.embed_tokens_per_layer",
+    "layer_inputs.projection": "model.per_layer_model_projection",
+    "layer_inputs.norm": "model.per_layer_projection_norm",
 }
 _FULL_ROTATION = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
 _OTHERS = """
@@ -169,15 +169,12 @@ def spec_from_config(config: Config) -> ModelSpec:
 def weight_names(spec: ModelSpec) -> Names:
     """Decoder parameter -> its checkpoint tensors, for every parameter of this spec."""
     names = llama_names(spec)
+    block: Names = {"scale": (Part("layer_scalar"),)}
     if spec.layer_input_size:
-        names |= renamed({ours: f"model.{theirs}" for ours, theirs in _OUTER_INPUT.items()})
+        names |= renamed(_OUTER_INPUT)
+        block |= renamed(_LAYER_INPUT)
     for layer in range(spec.num_layers):
-        ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
-        if spec.layer_input_size:
-            names |= renamed(
-                {f"{ours}.{m}": f"{theirs}.{name}" for m, name in _LAYER_INPUT.items()}
-            )
-        names[f"{ours}.scale"] = (Part(f"{theirs}.layer_scalar"),)
+        names |= within(f"blocks.{layer}", f"model.layers.{layer}", block)
     if spec.model_type == _DRAFTER:
         return names | renamed(_PROJECTIONS)
     if spec.model_type == "gemma4_text":

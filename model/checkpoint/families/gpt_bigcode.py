@@ -9,7 +9,7 @@ and its matrices transposed.
 
 from model.checkpoint.config import Config, short
 from model.checkpoint.fields import ACTIVATIONS
-from model.checkpoint.names import Names, Part, renamed
+from model.checkpoint.names import Names, renamed, stacked, within
 from model.spec import CheckpointError, ModelSpec
 
 
@@ -63,8 +63,6 @@ def weight_names(spec: ModelSpec) -> Names:
     """Decoder parameter -> its checkpoint tensors, for every parameter of this spec."""
     names = renamed({"token_embedding": "transformer.wte", "position_embedding": "transformer.wpe"})
     names |= renamed({"final_norm": "transformer.ln_f"}, bias=True)
-    if not spec.tied_embeddings:
-        names |= renamed({"head": "lm_head"})
     first = spec.model_type == "gpt2"
     query_size = spec.num_query_heads * spec.head_dim
     linears: dict[str, dict[str, int | None]] = {
@@ -75,17 +73,9 @@ def weight_names(spec: ModelSpec) -> Names:
         "mlp.up": {"mlp.c_fc": None},
         "mlp.down": {"mlp.c_proj": None},
     }
+    block = renamed({"attention_norm": "ln_1", "mlp_norm": "ln_2"}, bias=True)
+    for linear, parts in linears.items():
+        block |= stacked(linear, parts, bias=True, transposed=first)
     for layer in range(spec.num_layers):
-        ours, theirs = f"blocks.{layer}", f"transformer.h.{layer}"
-        names |= renamed(
-            {f"{ours}.attention_norm": f"{theirs}.ln_1", f"{ours}.mlp_norm": f"{theirs}.ln_2"},
-            bias=True,
-        )
-        for linear, parts in linears.items():
-            names[f"{ours}.{linear}.weight"] = tuple(
-                Part(f"{theirs}.{name}.weight", rows, first) for name, rows in parts.items()
-            )
-            names[f"{ours}.{linear}.bias"] = tuple(
-                Part(f"{theirs}.{name}.bias", rows) for name, rows in parts.items()
-            )
+        names |= within(f"blocks.{layer}", f"transformer.h.{layer}", block)
     return names
