@@ -35,7 +35,8 @@ def stored(
     found, blocks, total = set[str](), Counter[str](), 0
     with suppress(CheckpointError):
         checkpoint = Checkpoint(folder, decoder.spec.pooling)
-        check_tensors(folder, decoder, {name: checkpoint.entry(name) for name in checkpoint.files})
+        entries = {name: tensor.entry for name, tensor in checkpoint.tensors.items()}
+        check_tensors(folder, decoder, entries)
         names = weight_names(decoder.spec)
         matrices = _matrices(decoder)
         for name, parameter in decoder.named_parameters():

@@ -207,15 +207,15 @@ def _embedding(spec: ModelSpec, names: Container[str]) -> Part:
 def _read_safetensors(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
     checkpoint = Checkpoint(folder, spec.pooling)
     checkpoint.verify()
-    names = [name for name in checkpoint.files if not is_ignored(name, spec)]
+    names = [name for name in checkpoint.tensors if not is_ignored(name, spec)]
     for name in names:
-        if (found := checkpoint.entry(name).dtype) not in DTYPES:
+        if (found := checkpoint.tensors[name].entry.dtype) not in DTYPES:
             raise CheckpointError(
                 f"{folder}: {name} has dtype {found}, expected one of {', '.join(DTYPES)}"
             )
     if (
-        embedding := _embedding(spec, checkpoint.files)
-    ).name in checkpoint.files:  # Else it is named as missing later.
+        embedding := _embedding(spec, checkpoint.tensors)
+    ).name in checkpoint.tensors:  # Else it is named as missing later.
         check_tied(checkpoint, spec, embedding)
     return {name: checkpoint.read(Part(name)) for name in names}
 
@@ -458,7 +458,7 @@ def _tensors(plan: Plan) -> dict[str, Tensor]:
     tensors = pool(plan, read_tensors(plan.folder, plan.spec))
     dtypes = {dtype: name for name, dtype in DTYPES.items()}
     entries = {
-        name: Entry(dtypes.get(value.dtype, str(value.dtype)), tuple(value.shape), 0, 0)
+        name: Entry(dtypes.get(value.dtype, str(value.dtype)), tuple(value.shape), 0)
         for name, value in tensors.items()
     }
     check_tensors(plan.folder, meta_decoder(plan.spec), entries)

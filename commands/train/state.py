@@ -123,7 +123,8 @@ def source_digest(folder: Path) -> str:
     """SHA-256 of what training takes from a checkpoint folder. A verified manifest would say the
     same of the weights.
     """
-    paths = {path for file in Checkpoint(folder).files.values() for path in file.paths} | {
+    tensors = Checkpoint(folder).tensors.values()
+    paths = {path for tensor in tensors for path in tensor.paths} | {
         folder / name for name in SOURCE_FILES
     }
     lines = [f"{file_digest(path)}  {path.name}\n" for path in sorted(paths) if path.is_file()]

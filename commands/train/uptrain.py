@@ -77,7 +77,8 @@ def export(
         steps += config[KEY]["uptrained_steps"]
         config[KEY] |= {"uptrained_steps": steps}
     embedding = family_of(spec.model_type).weight_names(spec)["token_embedding.weight"][0].name
-    save_decoder(output, decoder, DTYPES[Checkpoint(folder).entry(embedding).dtype], config)
+    stored = Checkpoint(folder).tensors[embedding].entry
+    save_decoder(output, decoder, DTYPES[stored.dtype], config)
     copy_companions(folder, output)
     plot_losses(output / "loss.svg", state)
     record = read_record(folder)

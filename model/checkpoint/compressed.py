@@ -22,7 +22,7 @@ from model.checkpoint.gguf.repack import joined
 from model.checkpoint.names import Entry
 from model.checkpoint.quantization_config import BLOCK, KEY, packed_groups
 from model.checkpoint.reader import RawBlocks, Reader
-from model.checkpoint.safetensors_file import DTYPES, SafetensorsFile, check_finite, named
+from model.checkpoint.safetensors_file import DTYPES, SafetensorsTensor, check_finite, named
 from model.spec import CheckpointError
 
 PARTS = ("packed", "scale", "shape", "zero_point")
@@ -32,27 +32,29 @@ BLOCK_ELEMENTS = 2**17
 _SHIFTS = torch.arange(0, 32, 4, dtype=torch.int32)[:, None]
 
 
-def with_compressed(folder: Path, files: Mapping[str, SafetensorsFile]) -> Mapping[str, Reader]:
+def with_compressed(folder: Path, tensors: Mapping[str, SafetensorsTensor]) -> Mapping[str, Reader]:
     """The tensors of a folder with one matrix in the place of what each was packed into. Raises
     CheckpointError.
     """
-    rest: dict[str, Reader] = dict(files)
+    rest: dict[str, Reader] = dict(tensors)
     groups: set[tuple[int, bool]] = set()
-    for name in (name.removesuffix("_packed") for name in files if name.endswith(".weight_packed")):
+    for name in (
+        name.removesuffix("_packed") for name in tensors if name.endswith(".weight_packed")
+    ):
         groups = groups or packed_groups(
             config := Config(read_json(folder / NAME), str(folder / NAME))
         )
         if not groups:
             raise config.wrong(KEY, f"an object that describes {name}_packed")
-        if name in files:
+        if name in tensors:
             raise CheckpointError(
-                f"{files[name].path}: tensor {name} occurs beside {name}_packed; expected one of "
-                "them"
+                f"{tensors[name].stored.path}: tensor {name} occurs beside {name}_packed; expected "
+                "one of them"
             )
-        stored = {
-            part: files[f"{name}_{part}"] for part in PARTS if rest.pop(f"{name}_{part}", None)
+        parts = {
+            part: tensors[f"{name}_{part}"] for part in PARTS if rest.pop(f"{name}_{part}", None)
         }
-        rest[name] = CompressedMatrix(name, stored, groups)
+        rest[name] = CompressedMatrix(name, parts, groups)
     return rest
 
 
@@ -60,28 +62,22 @@ class CompressedMatrix:
     """The Reader of one packed matrix, whose tensors have been checked."""
 
     def __init__(
-        self, name: str, stored: Mapping[str, SafetensorsFile], groups: set[tuple[int, bool]]
+        self, name: str, parts: Mapping[str, SafetensorsTensor], groups: set[tuple[int, bool]]
     ) -> None:
-        self.name, self.path = name, stored["packed"].path
-        self.paths = [file.path for file in stored.values()]
-        self._stored = stored
-        self._entries = {part: file.entries[f"{name}_{part}"] for part, file in stored.items()}
+        self.name, self._parts = name, parts
+        self.paths = [part.stored.path for part in parts.values()]
         self._size = self._group_size(groups)
-        self.entries = {
-            name: Entry(
-                "F32",
-                self._shape,
-                self._entries["packed"].begin,
-                sum(e.num_bytes for e in self._entries.values()),
-            )
-        }
+        num_bytes = sum(part.stored.num_bytes for part in parts.values())
+        self.entry = Entry("F32", self._shape, num_bytes)
+        self.stored = None  # It is in several tensors.
 
     def _group_size(self, groups: set[tuple[int, bool]]) -> int:
         """The number of columns of a group, which all shapes follow from."""
-        found = {part: [entry.dtype, *entry.shape] for part, entry in self._entries.items()}
+        entries = {name: part.entry for name, part in self._parts.items()}
+        found = {name: [entry.dtype, *entry.shape] for name, entry in entries.items()}
         if found.pop("shape", None) != ["I64", 2]:
             raise CheckpointError(
-                f"{self.path}: {self.name}_shape must be two numbers of dtype I64, of rows and "
+                f"{self.paths[0]}: {self.name}_shape must be two numbers of dtype I64, of rows and "
                 "columns, and is not"
             )
         rows, columns = self._shape = tuple(
@@ -97,26 +93,25 @@ class CompressedMatrix:
             if min(rows, columns) > 0 and columns % size == 0 and found == expected:
                 return size
         described = f"{self.name} of {rows} rows and {columns} columns has tensors {found}"
-        raise CheckpointError(f"{self.path}: {described}, expected {expected} by {KEY} of {NAME}")
+        raise CheckpointError(
+            f"{self.paths[0]}: {described}, expected {expected} by {KEY} of {NAME}"
+        )
 
     def _fill(self, part: str, into: Tensor, first_row: int) -> Tensor:
-        self._stored[part].read(f"{self.name}_{part}", into, first_row * into[0].numel())
+        self._parts[part].read(into, first_row * into[0].numel())
         return into
 
-    def read(self, name: str, into: Tensor, first: int = 0) -> None:
+    def read(self, into: Tensor, first: int = 0) -> None:
         """Multiplies numbers and scales; see Reader."""
         into_RC = into.view(-1, self._shape[1])
         numbers_RC, scale_RG1, zero_RG1 = self._rows(first // self._shape[1], len(into_RC))
         into_RC.copy_(numbers_RC).unflatten(1, (-1, self._size)).sub_(zero_RG1).mul_(scale_RG1)
-        with named(self.path, name):
+        with named(self.paths[0], self.name):
             check_finite(into)
 
-    def stored(self, name: str) -> None:
-        """None: it is in several tensors."""
-
-    def raw_blocks(self, name: str) -> RawBlocks:
+    def raw_blocks(self) -> RawBlocks:
         """The rows in GGUF's blocks, with scales in float16; see Reader."""
-        return "Q4_1" if "zero_point" in self._stored else "Q4_0", self._raw()
+        return "Q4_1" if "zero_point" in self._parts else "Q4_0", self._raw()
 
     def _raw(self) -> Iterator[Tensor]:
         num_rows, columns = self._shape
@@ -128,11 +123,9 @@ class CompressedMatrix:
                 head.repeat_interleave(self._size // BLOCK, dim=1).view(-1, 1) for head in heads
             )
             scale_N1 = scale_N1.half().float()
-            with named(self.path, self.name):
+            with named(self.paths[0], self.name):
                 blocks_NB = joined(
-                    (scale_N1, -zero_N1 * scale_N1)
-                    if "zero_point" in self._stored
-                    else (scale_N1,),
+                    (scale_N1, -zero_N1 * scale_N1) if "zero_point" in self._parts else (scale_N1,),
                     low_N | high_N << 4,
                 )
             yield blocks_NB.view(len(numbers_RC), -1)
@@ -145,10 +138,12 @@ class CompressedMatrix:
         ).view(torch.uint8)
         numbers_RC = torch.stack([packed_RC & 15, packed_RC >> 4], dim=-1).flatten(1)
         scale_RG = self._fill(
-            "scale", torch.empty(count, groups, dtype=DTYPES[self._entries["scale"].dtype]), first
+            "scale",
+            torch.empty(count, groups, dtype=DTYPES[self._parts["scale"].entry.dtype]),
+            first,
         ).float()
         zero_RG = torch.full_like(scale_RG, SYMMETRIC)
-        if "zero_point" in self._stored:
+        if "zero_point" in self._parts:
             begin, end = first // 8, -(-(first + count) // 8)
             words_RG = self._fill(
                 "zero_point", torch.empty(end - begin, groups, dtype=torch.int32), begin

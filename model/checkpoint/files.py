@@ -121,6 +121,7 @@ class Stored(Entry):
     has the outermost axis first, as in torch, `begin` is its first byte in the file.
     """
 
+    begin: int
     path: Path
     name: str
 

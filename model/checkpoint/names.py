@@ -12,13 +12,12 @@ from model.spec import Experts, Latent, ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The type of a checkpoint tensor by the name its format gives it, its shape, and its place in
-    its file.
+    """The type of a checkpoint tensor by the name its format gives it, its shape, and its bytes in
+    files.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    begin: int
     num_bytes: int
 
 

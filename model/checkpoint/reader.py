@@ -1,8 +1,8 @@
-"""The protocol of what holds a checkpoint's tensors: a safetensors file, a GGUF checkpoint, or a
-matrix that compressed-tensors packed.
+"""The protocol of what reads a checkpoint's tensor: one of a safetensors file or of a GGUF
+checkpoint, or a matrix that compressed-tensors packed.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
@@ -19,32 +19,29 @@ functions there.
 
 
 class Reader(Protocol):
-    """Reads tensors by Hugging Face's names, from files whose headers have been checked."""
-
-    @property
-    def path(self) -> Path:
-        """The file that messages name."""
+    """Reads one tensor, from files whose headers have been checked."""
 
     @property
     def paths(self) -> Sequence[Path]:
-        """Every file that is read."""
+        """Every file that is read; messages name the first."""
 
     @property
-    def entries(self) -> Mapping[str, Entry]:
-        """The tensors by name, with the dtype that `read` gives: F32 for quantized types."""
+    def entry(self) -> Entry:
+        """The tensor, with the dtype that `read` gives: F32 for quantized types."""
 
-    def read(self, name: str, into: Tensor, first: int = 0) -> None:
-        """Fills `into`, a contiguous CPU tensor of the entry's dtype, with elements from number
-        `first` on, the first of a row. Raises CheckpointError, also for NaN and infinity.
-        """
-
-    def stored(self, name: str) -> Stored | None:
+    @property
+    def stored(self) -> Stored | None:
         """Where the tensor lies as it is in one file, in its own dtype or quantized type; None if
         it does not.
         """
 
-    def raw_blocks(self, name: str) -> RawBlocks | None:
-        """All rows of a tensor in the order of `read`, not dequantized, for kernels that have
-        blocks of their own; None if it is not stored so. Scales are as the file has them, NaN and
-        infinity too. Raises CheckpointError, while iterating too.
+    def read(self, into: Tensor, first: int = 0) -> None:
+        """Fills `into`, a contiguous CPU tensor of the entry's dtype, with elements from number
+        `first` on, the first of a row. Raises CheckpointError, also for NaN and infinity.
+        """
+
+    def raw_blocks(self) -> RawBlocks | None:
+        """All rows in the order of `read`, not dequantized, for kernels that have blocks of their
+        own; None if they are not stored so. Scales are as the file has them, NaN and infinity too.
+        Raises CheckpointError, while iterating too.
         """

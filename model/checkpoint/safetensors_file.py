@@ -2,7 +2,7 @@
 read directly into place.
 
 The format forbids duplicate names and gaps, and loaders disagree about files that have them; here
-such a file is refused. Invariant: a file that passes `SafetensorsFile.open` holds every byte that
+such a file is refused. Invariant: a file that passes `open_safetensors` holds every byte that
 its header describes. It knows nothing of models.
 """
 
@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,48 +29,41 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 """The dtypes that weights can have."""
 
 
-@dataclass(frozen=True, slots=True)
-class SafetensorsFile(TensorFile):
-    """The Reader of one file."""
+def open_safetensors(path: Path) -> TensorFile:
+    """Reads and checks the header. Raises CheckpointError naming the file and what is wrong with
+    it.
+    """
+    try:
+        header, begin = _header(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except CheckpointError as error:
+        found = other_kind(first_bytes(path))
+        raise CheckpointError(
+            f"{path}: {error if found in (None, SAFETENSORS) else f'is {found}'}"
+        ) from None
+    entries = {}
+    for name, entry in header.items():
+        first, end = entry["data_offsets"]
+        shape = tuple(entry["shape"])
+        entries[name] = Stored(entry["dtype"], shape, end - first, begin + first, path, name)
+    return TensorFile(path, entries, begin)
 
-    @classmethod
-    def open(cls, path: Path) -> "SafetensorsFile":
-        """Reads and checks the header. Raises CheckpointError naming the file and what is wrong
-        with it.
-        """
-        try:
-            header, begin = _header(path)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
-        except CheckpointError as error:
-            found = other_kind(first_bytes(path))
-            raise CheckpointError(
-                f"{path}: {error if found in (None, SAFETENSORS) else f'is {found}'}"
-            ) from None
-        entries = {}
-        for name, entry in header.items():
-            first, end = entry["data_offsets"]
-            shape = tuple(entry["shape"])
-            entries[name] = Stored(entry["dtype"], shape, begin + first, end - first, path, name)
-        return cls(path, entries, begin)
 
-    @property
-    def paths(self) -> list[Path]:
-        """The files of which this is one."""
-        return [self.path]
+class SafetensorsTensor:
+    """The Reader of a tensor in a safetensors file."""
 
-    def read(self, name: str, into: Tensor, first: int = 0) -> None:
+    def __init__(self, stored: Stored) -> None:
+        self.entry = self.stored = stored
+        self.paths = [stored.path]
+
+    def read(self, into: Tensor, first: int = 0) -> None:
         """Reads elements into place; see Reader."""
-        stored = self.entries[name]
-        stored.read(bytes_of(into), first * into.itemsize)
-        with named(self.path, stored.name):
+        self.stored.read(bytes_of(into), first * into.itemsize)
+        with named(self.stored.path, self.stored.name):
             check_finite(into)
 
-    def stored(self, name: str) -> Stored:
-        """Its place in this file; see Reader."""
-        return self.entries[name]
-
-    def raw_blocks(self, name: str) -> None:
+    def raw_blocks(self) -> None:
         """None: nothing is stored in GGUF's blocks."""
 
 

@@ -8,7 +8,6 @@ finished weights and one block more for each thread.
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import reduce
 from itertools import accumulate, chain
 from math import prod
@@ -28,18 +27,19 @@ from model.checkpoint.files import (
     MAX_TENSORS,
     MOST_CONFIG_BYTES,
     Stored,
+    TensorFile,
     first_bytes,
     read_text,
 )
 from model.checkpoint.gguf.header import MAX_LISTED, gguf_in
 from model.checkpoint.gguf.repack import kept_in, repack, repacks
-from model.checkpoint.gguf.weights import GGUFWeights
+from model.checkpoint.gguf.weights import gguf_tensors
 from model.checkpoint.identity import INDEX, SINGLE, file_digest, weight_files
 from model.checkpoint.mapped import MappedRows
 from model.checkpoint.names import Entry, Part
 from model.checkpoint.pooling import pooled_files
 from model.checkpoint.reader import RawBlocks, Reader
-from model.checkpoint.safetensors_file import DTYPES, SafetensorsFile, named
+from model.checkpoint.safetensors_file import DTYPES, SafetensorsTensor, named, open_safetensors
 from model.decoder import Decoder, meta_decoder
 from model.devices.blocks import FORMATS
 from model.devices.products import Products
@@ -72,42 +72,39 @@ class Checkpoint:
 
     def __init__(self, folder: Path, pooling: Pooling | None = None) -> None:
         self.folder = folder
-        self.files: Mapping[str, Reader]
+        self.tensors: Mapping[str, Reader]
         self.gguf = gguf_in(folder)
         if self.gguf is not None:
-            weights = GGUFWeights(self.gguf, folder)
-            self.files = dict.fromkeys(weights.entries, weights)
+            self.tensors = gguf_tensors(self.gguf, folder)
             return
         names, index = weight_files(folder)
-        files, tensors = _united(_opened(folder, name) for name in names)
+        found = _united(_opened(folder, name) for name in names)
         for name, file_name in index.items():
-            if name not in tensors or tensors[name].path.name != file_name:
+            if name not in found or found[name].path.name != file_name:
                 raise CheckpointError(
                     f"{folder / INDEX}: tensor {short(name)} should be in {file_name}, and is not"
                 )
-        if BARE in tensors:
-            files = [_prefixed(file, "model.") for file in files]
+        if BARE in found:
+            found = {f"model.{name}": stored for name, stored in found.items()}
         for file_name in pooled_files(pooling):
-            files.append(_prefixed(_opened(folder, file_name), f"{Path(file_name).parent}."))
-        self.files = with_compressed(
-            folder, {name: file for file in files for name in file.entries}
+            module, entries = Path(file_name).parent, _opened(folder, file_name).entries
+            found |= {f"{module}.{name}": stored for name, stored in entries.items()}
+        self.tensors = with_compressed(
+            folder, {name: SafetensorsTensor(stored) for name, stored in found.items()}
         )
-
-    def entry(self, name: str) -> Entry:
-        """Type, shape and place of a tensor."""
-        return self.files[name].entries[name]
 
     def dtype(self, parts: tuple[Part, ...]) -> torch.dtype:
         """The dtype that holds the numbers of all of these."""
-        return reduce(torch.promote_types, (DTYPES[self.entry(part.name).dtype] for part in parts))
+        entries = (self.tensors[part.name].entry for part in parts)
+        return reduce(torch.promote_types, (DTYPES[entry.dtype] for entry in entries))
 
     def read(self, part: Part) -> Tensor:
         """A whole part in the decoder's layout and the checkpoint's dtype. Raises CheckpointError,
         also for NaN and infinity.
         """
-        entry = self.entry(part.name)
-        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-        self.files[part.name].read(part.name, tensor)
+        reader = self.tensors[part.name]
+        tensor = torch.empty(reader.entry.shape, dtype=DTYPES[reader.entry.dtype])
+        reader.read(tensor)
         return tensor.T if part.transposed else tensor
 
     def blocks(self, part: Part) -> Iterator[Tensor]:
@@ -115,7 +112,8 @@ class Checkpoint:
         if part.transposed:  # No block of rows is contiguous in the file.
             yield self.read(part)
             return
-        entry = self.entry(part.name)
+        reader = self.tensors[part.name]
+        entry = reader.entry
         num_rows, columns = entry.shape[0], prod(entry.shape[1:])
         scratch = torch.empty(
             max(1, min(num_rows, BLOCK_ELEMENTS // max(1, columns))),
@@ -124,22 +122,22 @@ class Checkpoint:
         )
         for first in range(0, num_rows, len(scratch)):
             block = scratch[: num_rows - first]
-            self.files[part.name].read(part.name, block, first * columns)
+            reader.read(block, first * columns)
             yield block
 
     def raw_blocks(self, part: Part) -> RawBlocks | None:
         """The rows of a part as GGUF's quantization blocks; see Reader.raw_blocks."""
-        return None if part.transposed else self.files[part.name].raw_blocks(part.name)
+        return None if part.transposed else self.tensors[part.name].raw_blocks()
 
     def stored(self, part: Part) -> Stored:
         """Where a part lies as it is in one file. Raises CheckpointError where it does not."""
-        found = self.files[part.name].stored(part.name)
-        if found is None:
+        reader = self.tensors[part.name]
+        if reader.stored is None:
             raise CheckpointError(
-                f"{self.files[part.name].path}: {part.name} is packed; a CPU reads its rows where "
+                f"{reader.paths[0]}: {part.name} is packed; a CPU reads its rows where "
                 "they lie, so that table must be one tensor of floats"
             )
-        return found
+        return reader.stored
 
     def held_as(self, part: Part) -> Held:
         """The format that holds the blocks of a GGUF file's matrix, else the dtype."""
@@ -155,7 +153,7 @@ class Checkpoint:
             return
         lines = (line.strip().partition(" ") for line in text.splitlines())
         sums = {name.strip().lstrip("*"): digest for digest, _, name in lines}
-        for path in sorted({path for file in self.files.values() for path in file.paths}):
+        for path in sorted({path for reader in self.tensors.values() for path in reader.paths}):
             nested = path.parent.parent == self.folder
             name = f"{path.parent.name}/{path.name}" if nested else path.name
             if name not in sums:
@@ -169,20 +167,17 @@ class Checkpoint:
                 )
 
 
-def _opened(folder: Path, name: str) -> SafetensorsFile:
+def _opened(folder: Path, name: str) -> TensorFile:
     if not (folder / name).is_file():
         raise CheckpointError(f"{folder / name}: no such file{_hint(folder)}")
-    return SafetensorsFile.open(folder / name)
+    return open_safetensors(folder / name)
 
 
-def _united(
-    files: Iterable[SafetensorsFile],
-) -> tuple[list[SafetensorsFile], dict[str, Stored]]:
-    """The files of one checkpoint, opened one after the other, and the tensors of all. Raises
+def _united(files: Iterable[TensorFile]) -> dict[str, Stored]:
+    """The tensors of the files of one checkpoint, which are opened one after the other. Raises
     CheckpointError for a name that occurs twice, and for more than MAX_TENSORS tensors or
     MAX_HEADERS_BYTES of headers.
     """
-    found: list[SafetensorsFile] = []
     tensors: dict[str, Stored] = {}
     header_bytes = 0
     for file in files:
@@ -195,13 +190,7 @@ def _united(
         for name, tensor in file.entries.items():
             if (other := tensors.setdefault(name, tensor)) is not tensor:
                 raise CheckpointError(f"{file.path}: tensor {name} occurs in {other.path.name} too")
-        found.append(file)
-    return found, tensors
-
-
-def _prefixed(file: SafetensorsFile, prefix: str) -> SafetensorsFile:
-    """The file with this before the names of its tensors, by which it is asked for them."""
-    return replace(file, entries={f"{prefix}{name}": e for name, e in file.entries.items()})
+    return tensors
 
 
 def load_decoder(
@@ -219,10 +208,9 @@ def load_decoder(
     checkpoint = Checkpoint(folder, spec.pooling)
     decoder = meta_decoder(spec)
     names = names_of(spec)
-    check_tensors(folder, decoder, {name: checkpoint.entry(name) for name in checkpoint.files})
-    sizes = [
-        sum(checkpoint.entry(part.name).num_bytes for part in parts) for parts in names.values()
-    ]
+    entries = {name: reader.entry for name, reader in checkpoint.tensors.items()}
+    check_tensors(folder, decoder, entries)
+    sizes = [sum(entries[part.name].num_bytes for part in parts) for parts in names.values()]
     # Before the digests of the manifest, which take as long as reading.
     report("loading weights", 0, total := sum(sizes))
     checkpoint.verify()
@@ -300,7 +288,7 @@ def _put_rows(matrix: RowMatrix, checkpoint: Checkpoint, parts: tuple[Part, ...]
         if matrix.form is None:
             put, blocks = matrix.set_rows, _blocks(checkpoint, (part,), stored, matrix.weight.dtype)
         elif raw is not None and repacks(raw[0], matrix.form.name):
-            path = checkpoint.files[part.name].path
+            path = checkpoint.tensors[part.name].paths[0]
             put, blocks = matrix.set_blocks, _repacked(path, part.name, raw, matrix.form.name)
         else:
             put, blocks = matrix.set_rows, checkpoint.blocks(part)
@@ -384,10 +372,10 @@ def check_tied(checkpoint: Checkpoint, spec: ModelSpec, embedding: Part) -> None
     """Raises CheckpointError if a head is stored that differs from the embedding to which it is
     tied.
     """
-    if not spec.tied_embeddings or TIED_DUPLICATE not in checkpoint.files:
+    if not spec.tied_embeddings or TIED_DUPLICATE not in checkpoint.tensors:
         return
     head = Part(TIED_DUPLICATE)
-    entries = [checkpoint.entry(part.name) for part in (head, embedding)]
+    entries = [checkpoint.tensors[part.name].entry for part in (head, embedding)]
     kinds = {(entry.dtype, entry.shape) for entry in entries}
     rows = zip(checkpoint.blocks(head), checkpoint.blocks(embedding), strict=True)
     if len(kinds) > 1 or not all(torch.equal(a, b) for a, b in rows):

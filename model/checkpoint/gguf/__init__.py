@@ -4,5 +4,5 @@ quantization blocks.
 
 # Contract: header.GGUFFile.open(path) checks a file and gives `metadata` and the place of each
 # tensor; header imports neither torch nor numpy. folder.py writes what is made of the metadata
-# (config.config_of, tokenizer), once for each state of a file; weights.GGUFWeights is the Reader of
-# the tensors under Hugging Face's names.
+# (config.config_of, tokenizer), once for each state of a file; weights.gguf_tensors gives the
+# Readers of the tensors under Hugging Face's names.

@@ -121,7 +121,7 @@ def _file(path: Path, cursor: Cursor) -> GGUFFile:
             expected = f"expected {begin - data}, after the tensor before it"
             raise CheckpointError(f"tensor {name}: offset {offset}, {expected}")
         num_bytes = kind.num_bytes(prod(shape))
-        tensors[name] = Stored(kind.name, shape, begin, num_bytes, path, name)
+        tensors[name] = Stored(kind.name, shape, num_bytes, begin, path, name)
         end = begin + num_bytes
     if tensors and not end <= cursor.size <= _aligned(end, alignment):
         sizes = f"ends at byte {cursor.size}, its tensors at {end}"

@@ -14,33 +14,38 @@ import torch
 from torch import Tensor
 
 from model.checkpoint.config import NAME, Config, read_json
-from model.checkpoint.files import Stored
 from model.checkpoint.gguf.dequantize import QUANTIZED, dequantize
 from model.checkpoint.gguf.header import GGUFFile
 from model.checkpoint.gguf.names import Source, sources
 from model.checkpoint.gguf.types import BY_NAME
-from model.checkpoint.names import Entry
-from model.checkpoint.reader import RawBlocks
+from model.checkpoint.reader import RawBlocks, Reader
 from model.checkpoint.safetensors_file import DTYPES, bytes_of, check_finite, named
 
 BLOCK_ELEMENTS = 2**20
 
 
-class GGUFWeights:
-    """The Reader of a GGUF checkpoint; its folder has the config.json that was made of it."""
+def gguf_tensors(path: Path, folder: Path) -> dict[str, Reader]:
+    """The tensors of a GGUF checkpoint under Hugging Face's names; its folder has the config.json
+    that was made of it.
+    """
+    gguf = GGUFFile.open(path)
+    config = Config(read_json(folder / NAME), str(folder / NAME))
+    return {name: GGUFTensor(source) for name, source in sources(gguf, config).items()}
 
-    def __init__(self, path: Path, folder: Path) -> None:
-        self.gguf = GGUFFile.open(path)
-        self.path = path
-        self.paths = [path]
-        config = Config(read_json(folder / NAME), str(folder / NAME))
-        self._sources = sources(self.gguf, config)
-        self.entries = {name: _entry(source) for name, source in self._sources.items()}
 
-    def read(self, name: str, into: Tensor, first: int = 0) -> None:
+class GGUFTensor:
+    """The Reader of a tensor in a GGUF file."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.entry = self.stored = source.stored
+        self.paths = [source.stored.path]
+        if source.stored.dtype in QUANTIZED or source.addend:
+            self.entry = replace(source.stored, dtype="F32")
+
+    def read(self, into: Tensor, first: int = 0) -> None:
         """Dequantizes rows; see Reader."""
-        source, done = self._sources[name], 0
-        stored = source.stored
+        source, stored, done = self._source, self.stored, 0
         columns = stored.shape[-1] if len(stored.shape) > 1 else 1
         into_RC = into.view(-1, columns)
         for data_RB in _rows(source, columns, first // columns, len(into_RC)):
@@ -55,21 +60,11 @@ class GGUFWeights:
         if source.addend:
             into_RC.add_(source.addend)
 
-    def stored(self, name: str) -> Stored:
-        """Its place in the file; see Reader."""
-        return self._sources[name].stored
-
-    def raw_blocks(self, name: str) -> RawBlocks | None:
+    def raw_blocks(self) -> RawBlocks | None:
         """The blocks in the file; see Reader."""
-        source = self._sources[name]
-        kind, shape = source.stored.dtype, source.stored.shape
-        rows = _rows(source, shape[-1], 0, prod(shape[:-1]))
+        kind, shape = self.stored.dtype, self.stored.shape
+        rows = _rows(self._source, shape[-1], 0, prod(shape[:-1]))
         return (kind, rows) if kind in QUANTIZED else None
-
-
-def _entry(source: Source) -> Entry:
-    is_float = source.stored.dtype not in QUANTIZED and not source.addend
-    return source.stored if is_float else replace(source.stored, dtype="F32")
 
 
 def _rows(source: Source, columns: int, first: int, count: int) -> Iterator[Tensor]:

@@ -292,7 +292,7 @@ def test_more_tensors_than_any_checkpoint_has_are_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = folder / "model.safetensors"
-    num_tensors = len(Checkpoint(folder).files)
+    num_tensors = len(Checkpoint(folder).tensors)
     monkeypatch.setattr(weights, "MAX_TENSORS", num_tensors - 1)
     with pytest.raises(
         CheckpointError, match=rf"{path}: .*more than the {num_tensors - 1} tensors"

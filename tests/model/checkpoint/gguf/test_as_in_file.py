@@ -90,7 +90,7 @@ def test_each_part_of_a_matrix_is_held_as_in_the_file(tmp_path: Path) -> None:
         for rows, file, tensor in zip(
             held(matrix).split([len(e) for e in expected]), expected, names, strict=True
         ):
-            kind = MIXED[checkpoint.files[tensor]._sources[tensor].stored.name.split(".")[-2]]  # type: ignore[attr-defined]
+            kind = MIXED[checkpoint.tensors[tensor].stored.name.split(".")[-2]]
             if kind in ("Q4_0", "Q4_1", "F16"):
                 assert torch.equal(rows, file), tensor
             elif kind == "Q4_K":

@@ -120,7 +120,7 @@ def test_types_are_dequantized_as_gguf_does_with_rows_in_place(
     found = gguf.GGMLQuantizationType[kind]
     dtype = {"F16": "float16", "BF16": "bfloat16"}.get(kind, "float32")
     assert json.loads((folder / "config.json").read_text())["torch_dtype"] == dtype
-    for name in original.files:
+    for name in original.tensors:
         expected = original.read(Part(name)).numpy()
         if expected.ndim == 2 and expected.shape[-1] % gguf.GGML_QUANT_SIZES[found][0] == 0:
             expected = gguf.quants.dequantize(gguf.quants.quantize(expected, found), found)
