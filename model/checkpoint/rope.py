@@ -17,16 +17,16 @@ config must be wrong."""
 
 
 def rotary(
-    config: Config, dim: int, max_positions: int, default_base: float, *, interleaved: bool = False
+    config: Config, dim: int, default_positions: int, *, interleaved: bool = False
 ) -> tuple[Rotary, int]:
-    """The rotation of `dim` columns, and the number of positions that it supports.
+    """The rotation of `dim` columns, and the number of positions that it supports, which is
+    `default_positions` where the config does not say it.
 
     Reads transformers 5's `rope_parameters`, and 4's `rope_theta` with `rope_scaling`.
     """
-    base = config.number("rope_theta", default_base)
-    return rotary_of(
-        scaling_of(config), config.path, dim, max_positions, base, interleaved=interleaved
-    )
+    most = config.integer("max_position_embeddings", default_positions)
+    base = config.number("rope_theta", 10000.0)
+    return rotary_of(scaling_of(config), config.path, dim, most, base, interleaved=interleaved)
 
 
 def scaling_of(config: Config) -> Config | None:

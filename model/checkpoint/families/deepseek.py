@@ -94,12 +94,11 @@ def spec_from_config(config: Config) -> ModelSpec:
         value_dim=config.columns("v_head_dim", 128),
         norm_epsilon=1e-6,
     )
-    most = config.integer("max_position_embeddings", MOST_POSITIONS[model_type])
     interleaved = not (is_v3 or is_dense) or config.flag(
         "rope_interleave", "rope_interleave" not in config.values
     )
     rotation, max_positions = rotary(
-        config, latent.rotary_dim, most, 10000.0, interleaved=interleaved
+        config, latent.rotary_dim, MOST_POSITIONS[model_type], interleaved=interleaved
     )
     scale = (latent.plain_dim + latent.rotary_dim) ** -0.5
     scaling = scaling_of(config)

@@ -40,8 +40,7 @@ def spec_from_config(config: Config) -> ModelSpec:
     config.only(
         "alibi", False, why="ALiBi is not supported; falcon is served with rotary positions only"
     )
-    max_positions = config.integer("max_position_embeddings", 2048)
-    rotation, max_positions = rotary(config, hidden_size // num_heads, max_positions, 10000.0)
+    rotation, max_positions = rotary(config, hidden_size // num_heads, 2048)
     bias = config.flag("bias", False)
     # Only the newer architecture reads this key; there, null means two norms.
     norms = config.integer("num_ln_in_parallel_attn", 2 if newer else 1)

@@ -20,9 +20,7 @@ def spec_from_config(config: Config) -> ModelSpec:
     config.one_key_value_head("num_key_value_heads", 16)
     config.only("use_bidirectional_attention", False, why="onehead serves causal models")
     head_dim = config.columns("head_dim", 256)
-    rotation, max_positions = rotary(
-        config, head_dim, config.integer("max_position_embeddings", 8192), 10000.0
-    )
+    rotation, max_positions = rotary(config, head_dim, 8192)
     # transformers added hidden_activation when hidden_act turned out to be wrong.
     key = "hidden_act" if config.get("hidden_activation") is None else "hidden_activation"
     config.get("hidden_act")

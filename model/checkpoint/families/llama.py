@@ -19,8 +19,7 @@ def spec_from_config(config: Config) -> ModelSpec:
     num_heads = fields["num_query_heads"]
     config.one_key_value_head("num_key_value_heads", 8 if is_mistral else num_heads)
     head_dim = config.columns("head_dim", fields["hidden_size"] // num_heads)
-    most = config.integer("max_position_embeddings", 131_072 if is_mistral else 2048)
-    rotation, max_positions = rotary(config, head_dim, most, 10000.0)
+    rotation, max_positions = rotary(config, head_dim, 131_072 if is_mistral else 2048)
     # transformers' Mistral has a window unless the config says null; configs that leave the key out
     # mean its default.
     window = config.optional("sliding_window", 4096) if is_mistral else None

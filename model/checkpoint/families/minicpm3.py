@@ -25,9 +25,7 @@ def spec_from_config(config: Config) -> ModelSpec:
         value_dim=config.columns("v_head_dim", hidden_size // fields["num_query_heads"]),
         norm_epsilon=1e-6,
     )
-    rotation, max_positions = rotary(
-        config, latent.rotary_dim, config.integer("max_position_embeddings", 32768), 10000.0
-    )
+    rotation, max_positions = rotary(config, latent.rotary_dim, 32768)
     return ModelSpec(
         **fields,
         head_dim=latent.plain_dim + latent.rotary_dim,

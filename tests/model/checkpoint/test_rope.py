@@ -44,16 +44,14 @@ def test_both_spellings_mean_the_same() -> None:
             "original_max_position_embeddings": 64,
         }
     )
-    assert rotary(new, 16, 256, 10000.0) == rotary(old, 16, 256, 10000.0)
+    assert rotary(new, 16, 256) == rotary(old, 16, 256)
     both = Config(dict(new.values) | {"rope_scaling": {"type": "linear", "factor": 2.0}})
     with pytest.raises(CheckpointError, match="rope_scaling and rope_parameters differ"):
-        rotary(both, 16, 256, 10000.0)
+        rotary(both, 16, 256)
     with pytest.raises(
         CheckpointError, match="original_max_position_embeddings is 32 beside and 64 in"
     ):
-        rotary(
-            Config({"rope_scaling": YARN, "original_max_position_embeddings": 32}), 16, 256, 10000.0
-        )
+        rotary(Config({"rope_scaling": YARN, "original_max_position_embeddings": 32}), 16, 256)
 
 
 @pytest.mark.parametrize(
