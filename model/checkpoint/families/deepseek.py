@@ -92,7 +92,6 @@ def spec_from_config(config: Config) -> ModelSpec:
         plain_dim=config.columns("qk_nope_head_dim", 128),
         rotary_dim=config.columns("qk_rope_head_dim", 64),
         value_dim=config.columns("v_head_dim", 128),
-        norm_epsilon=1e-6,
     )
     interleaved = not (is_v3 or is_dense) or config.flag(
         "rope_interleave", "rope_interleave" not in config.values

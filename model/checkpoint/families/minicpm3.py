@@ -23,7 +23,6 @@ def spec_from_config(config: Config) -> ModelSpec:
         plain_dim=config.columns("qk_nope_head_dim", 64),
         rotary_dim=config.columns("qk_rope_head_dim", 32),
         value_dim=config.columns("v_head_dim", hidden_size // fields["num_query_heads"]),
-        norm_epsilon=1e-6,
     )
     rotation, max_positions = rotary(config, latent.rotary_dim, 32768)
     return ModelSpec(
