@@ -120,7 +120,7 @@ class Config:
         return self.integer(key, most=MOST_LAYERS)
 
     def columns(self, key: str, default: int | None = None) -> int:
-        """The width of a head."""
+        """A number of columns, as of a head."""
         return self.integer(key, default, most=MOST_COLUMNS)
 
     def number(self, key: str, default: float | None = None) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from model.checkpoint.config import MOST_COLUMNS, Config, read_json, short
+from model.checkpoint.config import Config, read_json, short
 from model.checkpoint.files import MOST_CONFIG_BYTES, read_text
 from model.spec import CheckpointError, PooledLayer, Pooling
 
@@ -121,8 +121,8 @@ def _dense(folder: Path, place: str) -> PooledLayer:
         raise config.wrong("activation_function", f"one of {', '.join(ACTIVATIONS)}")
     return PooledLayer(
         f"{place}{LINEAR}",
-        config.integer("in_features", most=MOST_COLUMNS),
-        config.integer("out_features", most=MOST_COLUMNS),
+        config.columns("in_features"),
+        config.columns("out_features"),
         config.flag("bias", True),
         ACTIVATIONS[name],
     )
@@ -132,7 +132,7 @@ def _classification(config: Config, hidden_size: int) -> Pooling:
     """`score` over the last token's state, as all decoders of `transformers` have it."""
     named = config.sub("id2label")
     if named is None:
-        count = config.integer("num_labels", 2, most=MOST_COLUMNS)
+        count = config.columns("num_labels", 2)
         labels = [f"LABEL_{number}" for number in range(count)]
     else:
         labels = [named.get(str(number)) for number in range(len(named.values))]
