@@ -60,11 +60,11 @@ class Block(nn.Module):
             else LatentAttention(spec, spec.latent)
         )
         self.mlp_norm = None if spec.shared_norm else norm(spec)
-        dense = spec.experts is None or layer < spec.experts.first_layer
+        experts = spec.experts
         self.mlp = (
             MLP(spec, spec.intermediate_size_of(layer))
-            if dense or spec.experts is None
-            else MixtureOfExperts(spec, spec.experts)
+            if experts is None or layer < experts.first_layer
+            else MixtureOfExperts(spec, experts)
         )
         self.attention_branch_norm = norm(spec) if spec.branch_norms else None
         self.mlp_branch_norm = norm(spec) if spec.branch_norms else None
@@ -137,7 +137,7 @@ class Decoder(nn.Module):
         """Replaced by devices with a kernel for it."""
         self._rotary = None if spec.rotary is None else RotaryTable(spec.rotary)
         self._window_rotary = (
-            self._rotary if spec.window_rotary is None else RotaryTable(spec.window_rotary)
+            None if spec.window_rotary is None else RotaryTable(spec.window_rotary)
         )
         self.products, self.batch_invariant = "torch", False
         """Name of the kernels that compute its matrix products, and whether a row of a product
@@ -194,10 +194,8 @@ class Decoder(nn.Module):
         """The rotary embedding of positions, in layers without a window and in those with one; None
         where there is none.
         """
-        if self._rotary is None or self._window_rotary is None:
-            return [None, None]
-        rotation = self._rotary(position_ids_T, dtype)
-        if self._window_rotary is self._rotary:
+        rotation = None if self._rotary is None else self._rotary(position_ids_T, dtype)
+        if self._window_rotary is None:
             return [rotation, rotation]
         return [rotation, self._window_rotary(position_ids_T, dtype)]
 
