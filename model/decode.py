@@ -200,7 +200,18 @@ class DecodeStep:
     next step is planned.
     """
 
-    __slots__ = "fields_FR", "ids", "needs_samples", "pages", "samples", "settings_RN", "table"
+    __slots__ = (
+        "fields_FR",
+        "ids",
+        "needs_samples",
+        "pages",
+        "positions_R",
+        "samples",
+        "settings_RN",
+        "sources_R",
+        "table",
+        "tokens_R",
+    )
 
     def __init__(self, table: DecodeTable, needs_samples: bool) -> None:
         num_rows = len(table)
@@ -212,19 +223,10 @@ class DecodeStep:
             table.fields_FR[:, :num_rows].copy(),
             table.settings_RN[:num_rows].copy(),
         )
+        self.positions_R, self.tokens_R, self.sources_R = self.fields_FR
 
     def __len__(self) -> int:
         return len(self.ids)
-
-    @property
-    def positions_R(self) -> Numbers:
-        positions_R: Numbers = self.fields_FR[0]
-        return positions_R
-
-    @property
-    def sources_R(self) -> Numbers:
-        sources_R: Numbers = self.fields_FR[2]
-        return sources_R
 
     @property
     def num_keys(self) -> int:
@@ -259,7 +261,7 @@ class DecodeStep:
     @property
     def token_ids_R(self) -> Numbers:
         """The tokens to compute; PENDING where the previous step draws one."""
-        return np.where(self.sources_R >= 0, PENDING, self.fields_FR[1])
+        return np.where(self.sources_R >= 0, PENDING, self.tokens_R)
 
     def current_samples(self) -> list[Sample]:
         """The samples, which know whether the last token of each sequence is not in its output
