@@ -254,16 +254,8 @@ class Scores:
         self._tops = _Tops(device, logits_SV, normaliser_S, num_tops)
 
     def read(self) -> list[SampledToken]:
-        return [
-            SampledToken(*row)
-            for row in zip(
-                self._targets,
-                self._logprobs_S.tolist(),
-                self._tops.read(),
-                self._ranks_S.tolist(),
-                strict=True,
-            )
-        ]
+        logprobs, ranks = self._logprobs_S.tolist(), self._ranks_S.tolist()
+        return list(map(SampledToken, self._targets, logprobs, self._tops.read(), ranks))
 
 
 class _Tops:
