@@ -255,8 +255,8 @@ def _put(
     if isinstance(module, StoredTable):
         module.rows = MappedRows(checkpoint.stored(parts[0]))
         return []
-    stored = checkpoint.dtype(parts)
     if isinstance(module, RowMatrix) and leaf == "weight":
+        stored = checkpoint.dtype(parts)
         held = [checkpoint.held_as(part) if keeps_blocks else stored for part in parts]
         matrices = module.divided(
             [(part.rows or 0, kind) for part, kind in zip(parts, held, strict=True)]
@@ -274,7 +274,7 @@ def _put(
     value = torch.empty(getattr(module, leaf).shape, dtype=dtype, device=device)
     setattr(module, leaf, nn.Parameter(value, requires_grad=False))
     first = 0
-    for block in _blocks(checkpoint, parts, stored, dtype):
+    for block in _blocks(checkpoint, parts, dtype):
         value[first : first + len(block)] = block
         first += len(block)
     return []
@@ -282,11 +282,11 @@ def _put(
 
 def _put_rows(matrix: RowMatrix, checkpoint: Checkpoint, parts: tuple[Part, ...]) -> None:
     """Reads a matrix: the checkpoint's blocks where its format can hold them, else floats."""
-    stored, first = checkpoint.dtype(parts), 0
+    first = 0
     for part in parts:
         raw = checkpoint.raw_blocks(part)
         if matrix.form is None:
-            put, blocks = matrix.set_rows, _blocks(checkpoint, (part,), stored, matrix.weight.dtype)
+            put, blocks = matrix.set_rows, _blocks(checkpoint, (part,), matrix.weight.dtype)
         elif raw is not None and repacks(raw[0], matrix.form.name):
             path = checkpoint.tensors[part.name].paths[0]
             put, blocks = matrix.set_blocks, _repacked(path, part.name, raw, matrix.form.name)
@@ -306,13 +306,13 @@ def _repacked(path: Path, name: str, raw: RawBlocks, form: str) -> Iterator[Tens
 
 
 def _blocks(
-    checkpoint: Checkpoint, parts: tuple[Part, ...], stored: torch.dtype, dtype: torch.dtype
+    checkpoint: Checkpoint, parts: tuple[Part, ...], dtype: torch.dtype
 ) -> Iterator[Tensor]:
-    """The rows of parts that are `stored` in one dtype. Raises CheckpointError for numbers that
-    another cannot hold.
+    """The rows of parts, as they are stored. Raises CheckpointError for numbers that `dtype` cannot
+    hold.
     """
     for block in chain.from_iterable(map(checkpoint.blocks, parts)):
-        if dtype is not stored and not block.to(dtype).isfinite().all():
+        if dtype is not block.dtype and not block.to(dtype).isfinite().all():
             raise CheckpointError(
                 f"{checkpoint.folder}: {parts[0].name} is beyond the range of {dtype}; take "
                 "another engine.dtype"
