@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model.checkpoint.config import NAME, Config, read_json
+from model.checkpoint.config import NAME, Config
 from model.checkpoint.gguf.repack import joined
 from model.checkpoint.names import Entry
 from model.checkpoint.quantization_config import BLOCK, KEY, packed_groups
@@ -41,9 +41,7 @@ def with_compressed(folder: Path, tensors: Mapping[str, SafetensorsTensor]) -> M
     for name in (
         name.removesuffix("_packed") for name in tensors if name.endswith(".weight_packed")
     ):
-        groups = groups or packed_groups(
-            config := Config(read_json(folder / NAME), str(folder / NAME))
-        )
+        groups = groups or packed_groups(config := Config.read(folder / NAME))
         if not groups:
             raise config.wrong(KEY, f"an object that describes {name}_packed")
         if name in tensors:

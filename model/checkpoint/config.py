@@ -71,6 +71,11 @@ class Config:
         self.prefix = prefix
         self._read: set[str] = set()
 
+    @classmethod
+    def read(cls, path: Path) -> "Config":
+        """The object in a JSON file, as `read_json` reads it."""
+        return cls(read_json(path), str(path))
+
     def wrong(self, key: str, expected: str) -> CheckpointError:
         """The error for a key whose value is not as expected."""
         found = f"found {short(self.values[key])}" if key in self.values else "and is missing"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from model.checkpoint.config import Config, read_json, short
+from model.checkpoint.config import Config, short
 from model.checkpoint.files import MOST_CONFIG_BYTES, read_text
 from model.spec import CheckpointError, PooledLayer, Pooling
 
@@ -50,8 +50,7 @@ def pooling_of(folder: Path, config: Config, hidden_size: int) -> Pooling | None
         return _classification(config, hidden_size)
     if not (places := _places(folder)):
         return None
-    path = folder / places[0] / "config.json"
-    pooling = Config(read_json(path), str(path))
+    pooling = Config.read(folder / places[0] / "config.json")
     pooling.only("include_prompt", True, why="onehead pools a text with its prompt")
     layers = tuple(_dense(folder, place) for place in places[1:])
     return _checked(Pooling(_over(pooling), layers), hidden_size, str(folder / MODULES))
@@ -114,8 +113,7 @@ def _over(config: Config) -> str:
 
 
 def _dense(folder: Path, place: str) -> PooledLayer:
-    path = folder / place / "config.json"
-    config = Config(read_json(path), str(path))
+    config = Config.read(folder / place / "config.json")
     name = str(config.get("activation_function") or "Tanh").rpartition(".")[2]
     if name not in ACTIVATIONS:
         raise config.wrong("activation_function", f"one of {', '.join(ACTIVATIONS)}")

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model.checkpoint.config import NAME, Config, read_json
+from model.checkpoint.config import NAME, Config
 from model.checkpoint.gguf.dequantize import QUANTIZED, dequantize
 from model.checkpoint.gguf.header import GGUFFile
 from model.checkpoint.gguf.names import Source, sources
@@ -29,8 +29,8 @@ def gguf_tensors(path: Path, folder: Path) -> dict[str, Reader]:
     that was made of it.
     """
     gguf = GGUFFile.open(path)
-    config = Config(read_json(folder / NAME), str(folder / NAME))
-    return {name: GGUFTensor(source) for name, source in sources(gguf, config).items()}
+    found = sources(gguf, Config.read(folder / NAME))
+    return {name: GGUFTensor(source) for name, source in found.items()}
 
 
 class GGUFTensor:
