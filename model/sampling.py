@@ -159,11 +159,12 @@ class KernelDrawn:
         if typical or any(map(is_adjusted, samples)):
             adjusted_FV = self._logits_SV[self._device.upload(rows)].float()
             adjust(self._device, adjusted_FV, samples)
-            if typical:
-                index = self._device.upload(typical)
-                adjusted_FV[index] = _restrict(
-                    self._device, adjusted_FV[index], [samples[i] for i in typical]
-                )
+            for begin in range(0, len(typical), DRAWN_AT_ONCE):
+                drawn = typical[begin : begin + DRAWN_AT_ONCE]
+                index = self._device.upload(drawn)
+                part_FV = adjusted_FV[index]
+                probs_FV = _filtered(self._device, part_FV, [samples[i] for i in drawn])
+                adjusted_FV[index] = part_FV.masked_fill(probs_FV == 0.0, -torch.inf)
         draws.redraw(self._logits_SV, settings, self._drawn_S, rows, samples, adjusted_FV)
 
     def read(self) -> list[Outcome]:
@@ -330,20 +331,6 @@ def _draw_random(device: Device, logits_SV: Tensor, samples: Sequence[Sample]) -
     noise_SV = device.upload(torch.from_numpy(np.stack(noises)))
     # Never 0, where a token of probability 0 would win.
     return probs_SV.div_(noise_SV.clamp_(min=LEAST_NOISE)).argmax(dim=-1)
-
-
-def _restrict(device: Device, logits_FV: Tensor, samples: Sequence[Sample]) -> Tensor:
-    """Logits with -inf in place of what top-k, top-p and typical-p exclude."""
-    parts = []
-    for begin in range(0, len(samples), DRAWN_AT_ONCE):
-        part_FV = logits_FV[begin : begin + DRAWN_AT_ONCE]
-        parts.append(
-            part_FV.masked_fill(
-                _filtered(device, part_FV, samples[begin : begin + DRAWN_AT_ONCE]) == 0.0,
-                -torch.inf,
-            )
-        )
-    return torch.cat(parts)
 
 
 def _filtered(device: Device, logits_SV: Tensor, samples: Sequence[Sample]) -> Tensor:
