@@ -358,12 +358,12 @@ def _keep_likeliest(device: Device, probs_FV: Tensor, samples: Sequence[Sample])
     top_k_F = device.upload(
         [s.sampling.top_k if s.sampling.top_k > 0 else vocab_size for s in samples]
     )
-    top_p_F = device.upload([s.sampling.top_p for s in samples], probs_FV.dtype)
+    # Without a top-p nothing is excluded, where rounding might exclude the last ones.
+    shares = [s.sampling.top_p if s.sampling.top_p < 1.0 else inf for s in samples]
     sorted_FV, order_FV = probs_FV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(vocab_size, device=probs_FV.device)
     sorted_FV = sorted_FV.masked_fill(rank_V >= top_k_F[:, None], 0.0)
-    outside_FV = _outside(sorted_FV, top_p_F) & (top_p_F < 1.0)[:, None]
-    return torch.zeros_like(probs_FV).scatter_(1, order_FV, sorted_FV.masked_fill(outside_FV, 0.0))
+    return _keep_first(order_FV, sorted_FV, device.upload(shares, probs_FV.dtype))
 
 
 def _keep_typical(device: Device, probs_FV: Tensor, samples: Sequence[Sample]) -> Tensor:
@@ -377,20 +377,20 @@ def _keep_typical(device: Device, probs_FV: Tensor, samples: Sequence[Sample]) -
     entropy_F1 = _total(torch.special.entr(normal_FV))
     order_FV = (surprise_FV - entropy_F1).abs().sort(dim=-1, stable=True).indices
     sorted_FV = normal_FV.gather(1, order_FV)
-    outside_FV = _outside(sorted_FV, typical_p_F)
-    return torch.zeros_like(probs_FV).scatter_(1, order_FV, sorted_FV.masked_fill(outside_FV, 0.0))
+    return _keep_first(order_FV, sorted_FV, typical_p_F)
 
 
-def _outside(sorted_FV: Tensor, share_F: Tensor) -> Tensor:
-    """A mask of the numbers after the first ones that make up this share of the row's sum. The
-    first number is never masked.
+def _keep_first(order_FV: Tensor, sorted_FV: Tensor, share_F: Tensor) -> Tensor:
+    """Sorted numbers back in their order, with those set to 0 that follow the first ones which make
+    up this share of the row's sum. The first number is always kept.
     """
     parts_FV = _whole(sorted_FV)
     outside_FV = parts_FV.cumsum(dim=-1) - parts_FV >= share_F[:, None] * parts_FV.sum(
         dim=-1, keepdim=True
     )
     outside_FV[:, 0] = False
-    return outside_FV
+    kept_FV = sorted_FV.masked_fill(outside_FV, 0.0)
+    return torch.zeros_like(sorted_FV).scatter_(1, order_FV, kept_FV)
 
 
 def _total(x_FV: Tensor) -> Tensor:
