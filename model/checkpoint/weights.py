@@ -12,7 +12,6 @@ from functools import reduce
 from itertools import accumulate, chain
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -361,7 +360,7 @@ def is_ignored(name: str, spec: ModelSpec) -> bool:
     """
     if name.endswith(IGNORED_SUFFIXES) or (name == TIED_DUPLICATE and spec.tied_embeddings):
         return True
-    family: Any = family_of(spec.model_type)
+    family = family_of(spec.model_type)
     if hasattr(family, "is_ignored") and family.is_ignored(name, spec):
         return True
     layer = re.match(r"model\.layers\.(\d{1,5})\.", name)

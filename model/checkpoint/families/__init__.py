@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, cast
+from types import ModuleType
+from typing import Any
 
 from model.checkpoint.config import Config, end_token_ids, read_json, short
 from model.checkpoint.names import Names, renamed
@@ -40,28 +41,22 @@ MOST_NUMBERS = 2**40
 log = logging.getLogger("onehead")
 
 
-class Family(Protocol):
-    """What a family module provides."""
-
-    def spec_from_config(self, config: Config) -> ModelSpec: ...
-
-    def weight_names(self, spec: ModelSpec) -> Names:
-        """Of all parameters but the head and what pools, which have the same names in all."""
-
-
-def family_of(model_type: object) -> Family:
-    """The family module for a config's `model_type`. Raises CheckpointError where there is none."""
+def family_of(model_type: object) -> ModuleType:
+    """The family module for a config's `model_type`: `spec_from_config(config)` gives its
+    ModelSpec, `weight_names(spec)` the Names of all parameters but the head and what pools, which
+    are called alike in all families. Raises CheckpointError where there is none.
+    """
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         supported = ", ".join(sorted(MODEL_TYPES))
         raise CheckpointError(
             f"config.json: model_type is {short(model_type)}; supported: {supported}"
         )
-    return cast(Family, import_module(MODEL_TYPES[model_type]))
+    return import_module(MODEL_TYPES[model_type])
 
 
 def weight_names(spec: ModelSpec) -> Names:
     """Decoder parameter -> its checkpoint tensors, for every parameter of this spec."""
-    names = family_of(spec.model_type).weight_names(spec)
+    names: Names = family_of(spec.model_type).weight_names(spec)
     if not spec.tied_embeddings:
         names |= renamed({"head": "lm_head"})
     for number, layer in enumerate(spec.pooling.layers if spec.pooling else ()):
@@ -100,7 +95,7 @@ def spec_of(folder: Path, values: Mapping[str, Any], warn: bool = True) -> Model
         config = Config(respelt(values))
         family = family_of(config.get("model_type"))
         packed_groups(config)
-        spec = family.spec_from_config(config)
+        spec: ModelSpec = family.spec_from_config(config)
         pooling = pooling_of(folder, config, spec.hidden_size)
         if spec.bidirectional and pooling is None:
             raise CheckpointError(
