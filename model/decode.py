@@ -13,6 +13,7 @@ Shape letters: R lines of the table, F fields of a line, N settings of a draw, W
 from array import array
 from collections.abc import Sequence
 from itertools import count
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -168,14 +169,13 @@ class DecodeTable:
         """Removes a line. The last one gets its number."""
         last = len(self.ids) - 1
         self._num_needing -= needs_more(self.samples[line])
-        if line != last:
-            self.ids[line] = self.ids[last]
-            self.pages[line] = self.pages[last]
-            self.samples[line] = self.samples[last]
-            self.fields_FR[:, line] = self.fields_FR[:, last]
-            for column_R in (self.settings_RN, *self.tables):
-                column_R[line] = column_R[last]
-        del self.ids[last], self.pages[last], self.samples[last]
+        lists: list[list[Any]] = [self.ids, self.pages, self.samples]
+        for listed in lists:
+            listed[line] = listed[last]
+            del listed[last]
+        self.fields_FR[:, line] = self.fields_FR[:, last]
+        for column_R in (self.settings_RN, *self.tables):
+            column_R[line] = column_R[last]
         self.positions_R[last] = NO_LINE
 
     def know(self, tokens: Sequence[int]) -> None:
