@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from model.checkpoint.compressed import with_compressed
 from model.checkpoint.config import short
-from model.checkpoint.families import family_of
-from model.checkpoint.families import weight_names as names_of
+from model.checkpoint.families import family_of, weight_names
 from model.checkpoint.files import (
     KINDS,
     LFS,
@@ -206,7 +205,7 @@ def load_decoder(
     products = products or Products()
     checkpoint = Checkpoint(folder, spec.pooling)
     decoder = meta_decoder(spec)
-    names = names_of(spec)
+    names = weight_names(spec)
     entries = {name: reader.entry for name, reader in checkpoint.tensors.items()}
     check_tensors(folder, decoder, entries)
     sizes = [sum(entries[part.name].num_bytes for part in parts) for parts in names.values()]
@@ -324,7 +323,7 @@ def check_tensors(where: Path, decoder: Decoder, found: Mapping[str, Entry]) -> 
     shapes.
     """
     spec, parameters, expected = decoder.spec, dict(decoder.named_parameters()), {}
-    for ours, parts in names_of(spec).items():
+    for ours, parts in weight_names(spec).items():
         for part in parts:
             rows, *columns = parameters[ours].shape
             shape = (part.rows or rows, *columns)
