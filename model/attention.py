@@ -91,7 +91,7 @@ class LatentAttention(nn.Module):
     def __init__(self, spec: ModelSpec, latent: Latent) -> None:
         super().__init__()
         self.num_query_heads, self.latent = spec.num_query_heads, latent
-        query_size = spec.num_query_heads * (latent.plain_dim + latent.rotary_dim)
+        query_size = spec.num_query_heads * latent.head_dim
         self.query_down = self.query_norm = None
         if latent.query_rank is not None:
             self.query_down = Linear(spec.hidden_size, latent.query_rank, bias=spec.qkv_bias)

@@ -49,6 +49,11 @@ class Latent:
     value_dim: int
     norm_epsilon: float = 1e-6
 
+    @property
+    def head_dim(self) -> int:
+        """Columns of a query head."""
+        return self.plain_dim + self.rotary_dim
+
 
 @dataclass(frozen=True, slots=True)
 class Experts:
@@ -236,6 +241,6 @@ class ModelSpec:
         numbers = (
             sum(2 * self.head_dim_of(layer) for layer in range(self.num_storing_layers))
             if latent is None
-            else self.num_layers * (latent.plain_dim + latent.rotary_dim + latent.value_dim)
+            else self.num_layers * (latent.head_dim + latent.value_dim)
         )
         return self.num_query_heads * numbers * itemsize

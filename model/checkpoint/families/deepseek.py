@@ -99,14 +99,14 @@ def spec_from_config(config: Config) -> ModelSpec:
     rotation, max_positions = rotary(
         config, latent.rotary_dim, MOST_POSITIONS[model_type], interleaved=interleaved
     )
-    scale = (latent.plain_dim + latent.rotary_dim) ** -0.5
+    scale = latent.head_dim**-0.5
     scaling = scaling_of(config)
     if scaling is not None and scaling.get("mscale_all_dim"):
         scale *= yarn_scale(scaling.number("factor"), scaling.number("mscale_all_dim")) ** 2
     config.only("mlp_bias", False, why="onehead serves these models' MLPs without")
     return ModelSpec(
         **fields,
-        head_dim=latent.plain_dim + latent.rotary_dim,
+        head_dim=latent.head_dim,
         max_positions=max_positions,
         activation=config.choice("hidden_act", ACTIVATIONS, "silu"),
         attention_scale=scale,

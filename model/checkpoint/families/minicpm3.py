@@ -27,10 +27,10 @@ def spec_from_config(config: Config) -> ModelSpec:
     rotation, max_positions = rotary(config, latent.rotary_dim, 32768)
     return ModelSpec(
         **fields,
-        head_dim=latent.plain_dim + latent.rotary_dim,
+        head_dim=latent.head_dim,
         max_positions=max_positions,
         activation=config.choice("hidden_act", ACTIVATIONS, "silu"),
-        attention_scale=(latent.plain_dim + latent.rotary_dim) ** -0.5,
+        attention_scale=latent.head_dim**-0.5,
         embedding_scale=config.number("scale_emb", 12.0),
         # Null means no scale; an absent key means the published model's value.
         residual_scale=config.number(
