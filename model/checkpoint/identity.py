@@ -40,8 +40,8 @@ def weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
     if (folder / INDEX).exists():
         index = _index(folder / INDEX)
         return sorted(set(index.values())), index
-    found = [match for name in sorted(os.listdir(folder)) if (match := _SHARD.fullmatch(name))]
-    checkpoints = {(match[1], int(match[2])) for match in found}
+    matches = map(_SHARD.fullmatch, os.listdir(folder))
+    checkpoints = {(match[1], int(match[2])) for match in matches if match}
     if (folder / SINGLE).exists() or len(checkpoints) != 1:
         return [SINGLE], {}
     ((stem, count),) = checkpoints
