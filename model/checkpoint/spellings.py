@@ -53,8 +53,7 @@ def respelt(values: Mapping[str, Any]) -> dict[str, Any]:
             found["eos_token_id"] = [
                 id for each in ends for id in (each if isinstance(each, list) else [each])
             ]
-    kind = found.get("model_type")
-    found |= TYPES.get(kind, {}) if isinstance(kind, str) else {}
+    found |= TYPES.get(str(found.get("model_type")), {})
     for other, name in KEYS.get(str(found.get("model_type")), {}).items():
         value = found.pop(other, None)
         if value is None:
