@@ -341,14 +341,12 @@ def _filtered(device: Device, logits_SV: Tensor, samples: Sequence[Sample]) -> T
     scaled_SV = logits_SV.double() / temperature_S[:, None]
     # Not normalised, as nothing here depends on that: torch's sum of a row may depend on its place.
     probs_SV = (scaled_SV - scaled_SV.amax(dim=-1, keepdim=True)).exp()
-    sorts = [i for i, s in enumerate(samples) if s.sampling.top_k > 0 or s.sampling.top_p < 1.0]
-    if sorts:
-        rows = _rows(device, sorts, probs_SV)
-        probs_SV[rows] = _keep_likeliest(device, probs_SV[rows], [samples[i] for i in sorts])
+    likeliest = [i for i, s in enumerate(samples) if s.sampling.top_k > 0 or s.sampling.top_p < 1.0]
     typical = [i for i, s in enumerate(samples) if s.sampling.typical_p < 1.0]
-    if typical:
-        rows = _rows(device, typical, probs_SV)
-        probs_SV[rows] = _keep_typical(device, probs_SV[rows], [samples[i] for i in typical])
+    for keep, wanted in ((_keep_likeliest, likeliest), (_keep_typical, typical)):
+        if wanted:
+            rows = _rows(device, wanted, probs_SV)
+            probs_SV[rows] = keep(device, probs_SV[rows], [samples[i] for i in wanted])
     return probs_SV
 
 
