@@ -123,10 +123,8 @@ def source_digest(folder: Path) -> str:
     """SHA-256 of what training takes from a checkpoint folder. A verified manifest would say the
     same of the weights.
     """
-    tensors = Checkpoint(folder).tensors.values()
-    paths = {path for tensor in tensors for path in tensor.paths} | {
-        folder / name for name in SOURCE_FILES
-    }
+    paths = {path for tensor in Checkpoint(folder).tensors.values() for path in tensor.paths}
+    paths |= {folder / name for name in SOURCE_FILES}
     lines = [f"{file_digest(path)}  {path.name}\n" for path in sorted(paths) if path.is_file()]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 

@@ -20,7 +20,7 @@ from commands.train.export import plot_losses
 from commands.train.state import TrainState
 from model.checkpoint.config import NAME, read_json
 from model.checkpoint.conversion import KEY, only_pooled
-from model.checkpoint.families import family_of, read_spec
+from model.checkpoint.families import read_spec, weight_names
 from model.checkpoint.safetensors_file import DTYPES
 from model.checkpoint.weights import Checkpoint, load_decoder
 from model.decoder import Decoder
@@ -76,9 +76,9 @@ def export(
     if config.get(KEY) is not None:
         steps += config[KEY]["uptrained_steps"]
         config[KEY] |= {"uptrained_steps": steps}
-    embedding = family_of(spec.model_type).weight_names(spec)["token_embedding.weight"][0].name
-    stored = Checkpoint(folder).tensors[embedding].entry
-    save_decoder(output, decoder, DTYPES[stored.dtype], config)
+    embedding = weight_names(spec)["token_embedding.weight"][0].name
+    dtype = DTYPES[Checkpoint(folder).tensors[embedding].entry.dtype]
+    save_decoder(output, decoder, dtype, config)
     copy_companions(folder, output)
     plot_losses(output / "loss.svg", state)
     record = read_record(folder)
