@@ -71,8 +71,8 @@ def documentation_routes(app: FastAPI, needs_key: Callable[[str], bool]) -> list
             StaticFiles(packages=[("fastapi_offline", "static")]),
             TGI,
         ),
-        Route("/openapi.json", ("GET",), openapi, TGI, documented=False),
-        Route("/docs", ("GET",), docs, TGI, documented=False),
+        Route("/openapi.json", ("GET",), openapi, TGI),
+        Route("/docs", ("GET",), docs, TGI),
     ]
 
 

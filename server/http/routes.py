@@ -42,10 +42,10 @@ class Route:
     generates: bool = False
     probe: bool = False
     tag: str = ""
+    """The heading of the route in the OpenAPI document; one without is not part of it."""
     head: bool = False
     """Whether the route also answers HEAD."""
     status: int = 200
-    documented: bool = True
     route_class: type[APIRoute] = APIRoute
     """Decides which requests of this path and these methods the route takes."""
 
@@ -89,11 +89,7 @@ class RouteTable:
             if not route.methods:
                 app.mount(route.path.removesuffix("/{path:path}"), route.handler)
                 continue
-            tags: list[str | Enum] = [route.tag] if route.tag else []
-            for methods, documented in (
-                (route.methods, route.documented),
-                (("HEAD",) if route.head else (), False),
-            ):
+            for methods, tag in ((route.methods, route.tag), (route.head * ("HEAD",), "")):
                 if methods:
                     app.router.add_api_route(
                         route.path,
@@ -101,7 +97,7 @@ class RouteTable:
                         methods=list(methods),
                         status_code=route.status,
                         response_class=Response,
-                        tags=tags,
-                        include_in_schema=documented,
+                        tags=[tag],
+                        include_in_schema=bool(tag),
                         route_class_override=route.route_class,
                     )

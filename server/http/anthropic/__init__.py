@@ -23,7 +23,7 @@ BODIES = ()
 def routes(context: Context) -> list[Route]:
     """The routes of this extension."""
     handlers = MessagesRoutes(context)
-    posted = partial(Route, methods=("POST",), dialect=DIALECT, documented=False)
+    posted = partial(Route, methods=("POST",), dialect=DIALECT)
     return [
         posted("/v1/messages", handler=handlers.messages, generates=True),
         posted("/v1/messages/count_tokens", handler=handlers.count_tokens),

@@ -32,7 +32,7 @@ Named = TypeVar("Named", bound=fields.NamedBody)
 def routes(context: Context) -> list[Route]:
     """The routes of this extension."""
     handlers = EmbeddingRoutes(context)
-    posted = partial(Route, methods=("POST",), dialect=OPENAI, generates=True, documented=False)
+    posted = partial(Route, methods=("POST",), dialect=OPENAI, generates=True)
     return [
         posted("/v1/embeddings", handler=handlers.embeddings),
         posted("/embed", handler=handlers.embed, dialect=TGI),

@@ -65,8 +65,8 @@ class OllamaRoutes(Handlers):
         self.begun = now()
 
     def routes(self) -> list[Route]:
-        shown = partial(Route, methods=("GET",), dialect=DIALECT, head=True, documented=False)
-        posted = partial(Route, methods=("POST",), dialect=DIALECT, documented=False)
+        shown = partial(Route, methods=("GET",), dialect=DIALECT, head=True)
+        posted = partial(Route, methods=("POST",), dialect=DIALECT)
         changed = partial(posted, methods=("POST", "DELETE", "HEAD"), handler=self.refuse_change)
         return [
             shown("/", handler=self.greet, access=Access.PUBLIC, route_class=NotBrowsers),

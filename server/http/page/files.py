@@ -53,6 +53,6 @@ def file_routes() -> list[Route]:
         return await files.get_response("index.html", http.scope)
 
     return [
-        Route("/", ("GET",), page, TGI, Access.PUBLIC, head=True, documented=False),
+        Route("/", ("GET",), page, TGI, Access.PUBLIC, head=True),
         Route("/ui/{path:path}", (), GZipMiddleware(files), TGI, Access.PUBLIC),
     ]

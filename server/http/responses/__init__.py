@@ -20,14 +20,7 @@ def routes(context: Context) -> list[Route]:
     """The routes of this extension."""
     handlers = ResponsesRoutes(context)
     return [
-        Route(
-            "/v1/responses",
-            ("POST",),
-            handlers.responses,
-            OPENAI,
-            generates=True,
-            documented=False,
-        )
+        Route("/v1/responses", ("POST",), handlers.responses, OPENAI, generates=True),
     ]
 
 

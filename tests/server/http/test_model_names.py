@@ -150,7 +150,7 @@ async def test_the_routes_of_one_model_ignore_its_name_and_those_of_openai_check
         "/tokenize": inputs,
         "/infill": {"input_prefix": "a", "input_suffix": "b", "n_predict": 2},
     }
-    documented = [route for route in served.app.table.routes if route.documented]
+    documented = [route for route in served.app.table.routes if route.tag]
     posted = {route.path for route in documented if "POST" in route.methods}
     assert posted == openai.keys() | tokens.keys() | of_one_model.keys()
     async with httpx.AsyncClient(
