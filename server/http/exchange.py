@@ -6,7 +6,7 @@ the log's request id.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -71,7 +71,7 @@ class Exchange:
     outlives_response: bool = False
     """Whether a task of a resumable stream continues after the response, and calls `release`
     itself."""
-    ignored: Sequence[str] = ()
+    ignored: list[str] = field(default_factory=list)
     """Places of the fields of the body that are unknown and ignored, which the response tells."""
     status: int = CLIENT_GONE
     """Of the response."""

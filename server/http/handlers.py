@@ -93,8 +93,7 @@ class Handlers:
     async def read(self, http: HttpRequest, schema: type[ReadBody]) -> ReadBody:
         """The body of a request. Raises RequestError."""
         body = await read_model(http, schema, self.section)
-        exchange = exchange_of(http)
-        exchange.ignored = [*exchange.ignored, *self.fit(body)]
+        exchange_of(http).ignored += self.fit(body)
         return body
 
     def fit(self, body: Body) -> list[str]:
@@ -114,7 +113,7 @@ class Handlers:
         self.check_model(body, http)
         exchange = exchange_of(http)
         reply = await open(self.generation, body, self.names.shown, exchange.reserved)
-        exchange.ignored = [*exchange.ignored, *reply.streams.choices[0].request.ignored]
+        exchange.ignored += reply.streams.choices[0].request.ignored
         return await self.answers.answer(http, reply, bool(body.stream), resumable)
 
     async def embedded(self, http: HttpRequest, given: Sequence[Given], **asked: Any) -> Embedded:

@@ -45,8 +45,7 @@ class TokenRoutes(Handlers):
             )
         self.check_model(body, http)
         if body.messages is not None:
-            exchange = exchange_of(http)
-            exchange.ignored = [*exchange.ignored, *self.fit(body)]
+            exchange_of(http).ignored += self.fit(body)
             known = self.generation.texts.texts
             ids = await convert(EncodeChat(body.chat_input(known.calls.form is not None)))
             if body.add_special_tokens and ids[:1] != codec.opening[:1]:

@@ -103,7 +103,7 @@ class OllamaRoutes(Handlers):
             return _answered([empty_answer(body, name)], stream)
         check_abilities(self.generation, body, name)
         reply = await OllamaReply.open(self.generation, body, name, exchange.reserved)
-        exchange.ignored = [*exchange.ignored, *reply.streams.choices[0].request.ignored]
+        exchange.ignored += reply.streams.choices[0].request.ignored
         return await self.answers.answer(http, reply, stream)
 
     async def read(self, http: HttpRequest, schema: type[ReadBody]) -> ReadBody:
