@@ -26,6 +26,7 @@ from server.http.fields import Body
 from server.http.model_names import ModelNames
 from server.http.pieces import JsonAnswers
 from server.http.streams import StreamPublisher
+from server.text.jobs import AnyJob
 
 ReadBody = TypeVar("ReadBody", bound=Body)
 Open = Callable[[Generation, Any, str, Reservation], Awaitable[Reply]]
@@ -95,6 +96,19 @@ class Handlers:
         body = await read_model(http, schema, self.section)
         exchange_of(http).ignored += self.fit(body)
         return body
+
+    async def read_named(self, http: HttpRequest, schema: type[ReadBody]) -> ReadBody:
+        """The body of a request that names the model. Raises RequestError, NotFound for another
+        one.
+        """
+        body = await self.read(http, schema)
+        self.check_model(body, http)
+        return body
+
+    async def convert(self, http: HttpRequest, job: AnyJob) -> Any:
+        """Generation.convert, for the client of a request."""
+        exchange = exchange_of(http)
+        return await self.generation.convert(job, exchange.client, exchange.terms)
 
     def fit(self, body: Body) -> list[str]:
         """Leaves out what the chat template does not read, and returns its places. Raises

@@ -1,7 +1,5 @@
 """POST /tokenize, whose body selects TGI's, vLLM's or llama.cpp's form, and POST /detokenize."""
 
-from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -14,7 +12,7 @@ from server.http.exchange import exchange_of
 from server.http.handlers import Handlers
 from server.http.routes import Route
 from server.http.token_fields import DetokenizeBody, TokenizeBody
-from server.text.jobs import AnyJob, Decode, Encode, EncodeChat, EncodeWithPlaces
+from server.text.jobs import Decode, Encode, EncodeChat, EncodeWithPlaces
 
 
 class TokenRoutes(Handlers):
@@ -37,25 +35,28 @@ class TokenRoutes(Handlers):
         value = await read_value(http, self.section.max_body_bytes)
         exchange_of(http).dialect = OPENAI if value.get("inputs") is None else TGI
         body, exchange_of(http).ignored = check(value, TokenizeBody, self.section.strict_fields)
-        codec, convert = self.generation.codec, self._convert(http)
+        codec = self.generation.codec
         if body.inputs is not None:
             # `model` is not checked, as on TGI's other routes. The worker process writes the JSON.
-            return Response(
-                await convert(EncodeWithPlaces(body.inputs)), media_type="application/json"
-            )
+            text = await self.convert(http, EncodeWithPlaces(body.inputs))
+            return Response(text, media_type="application/json")
         self.check_model(body, http)
         if body.messages is not None:
             exchange_of(http).ignored += self.fit(body)
             known = self.generation.texts.texts
-            ids = await convert(EncodeChat(body.chat_input(known.calls.form is not None)))
+            ids = await self.convert(
+                http, EncodeChat(body.chat_input(known.calls.form is not None))
+            )
             if body.add_special_tokens and ids[:1] != codec.opening[:1]:
                 ids = codec.opening + ids
         elif body.content is not None:
-            ids = await convert(Encode(body.content, bare=not body.add_special))
+            ids = await self.convert(http, Encode(body.content, bare=not body.add_special))
             tokens = map(self._piece, ids) if body.with_pieces else iter(ids)
             return await self.answers.json_answers.response({"tokens": tokens})
         else:
-            ids = await convert(Encode(body.prompt or "", bare=body.add_special_tokens is False))
+            ids = await self.convert(
+                http, Encode(body.prompt or "", bare=body.add_special_tokens is False)
+            )
         names = map(codec.tokenizer.id_to_token, ids) if body.return_token_strs else None
         answer = {
             "count": len(ids),
@@ -64,11 +65,6 @@ class TokenRoutes(Handlers):
             "token_strs": names,
         }
         return await self.answers.json_answers.response(answer)
-
-    def _convert(self, http: HttpRequest) -> Callable[[AnyJob], Awaitable[Any]]:
-        """Generation.convert, for the client of a request."""
-        exchange = exchange_of(http)
-        return partial(self.generation.convert, client=exchange.client, terms=exchange.terms)
 
     def _piece(self, id: int) -> dict[str, Any]:
         """A token and its text, or its bytes where they are part of a character."""
@@ -83,8 +79,7 @@ class TokenRoutes(Handlers):
 
         In llama.cpp's form, `content`, and in vLLM's, `prompt`.
         """
-        body = await self.read(http, DetokenizeBody)
-        self.check_model(body, http)
+        body = await self.read_named(http, DetokenizeBody)
         largest, vocab_size = max(body.tokens, default=0), self.generation.ready.vocab_size
         if largest >= vocab_size:
             raise InvalidRequest(
@@ -92,5 +87,5 @@ class TokenRoutes(Handlers):
                 f"{vocab_size}",
                 param="tokens",
             )
-        (text,) = await self._convert(http)(Decode([body.tokens]))
+        (text,) = await self.convert(http, Decode([body.tokens]))
         return await self.answers.json_answers.response({"content": text, "prompt": text})

@@ -12,7 +12,6 @@ from starlette.responses import JSONResponse, Response
 from server.http.anthropic.errors import DIALECT
 from server.http.anthropic.fields import CountBody, MessagesBody
 from server.http.anthropic.replies import MessagesReply
-from server.http.exchange import exchange_of
 from server.http.handlers import Context, Handlers
 from server.http.routes import Route
 from server.text.jobs import EncodeChat
@@ -39,9 +38,7 @@ class MessagesRoutes(Handlers):
 
     async def count_tokens(self, http: HttpRequest) -> Response:
         """Count the tokens of a conversation as the chat template writes it."""
-        body = await self.read(http, CountBody)
-        self.check_model(body, http)
-        exchange = exchange_of(http)
+        body = await self.read_named(http, CountBody)
         job = EncodeChat(body.chat.chat_input(self.generation.texts.texts.calls.form is not None))
-        ids = await self.generation.convert(job, exchange.client, exchange.terms)
+        ids = await self.convert(http, job)
         return JSONResponse({"input_tokens": len(ids)})

@@ -7,7 +7,7 @@ from base64 import b64encode
 from collections.abc import Sequence
 from functools import partial
 from math import exp
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -26,7 +26,6 @@ BODIES = ()
 PROMPTS = "config_sentence_transformers.json"
 IN_A_TURN = 64
 """Cosines that are computed in one turn of the event loop."""
-Named = TypeVar("Named", bound=fields.NamedBody)
 
 
 def routes(context: Context) -> list[Route]:
@@ -61,7 +60,7 @@ class EmbeddingRoutes(Handlers):
         In OpenAI's form. With `prompt_name`, which names one of the model's prompts, clients need
         not put these before their texts.
         """
-        body = await self._body(http, fields.EmbeddingsBody)
+        body = await self.read_named(http, fields.EmbeddingsBody)
         embedded = await self._embedded(http, self._prompted(body, body.input), body)
 
         def entry(index: int, vector: Vector) -> dict[str, Any]:
@@ -77,7 +76,7 @@ class EmbeddingRoutes(Handlers):
 
     async def embed(self, http: HttpRequest) -> Response:
         """Embed texts, in TEI's form."""
-        body = await self._body(http, fields.EmbedBody)
+        body = await self.read_named(http, fields.EmbedBody)
         embedded = await self._embedded(http, self._prompted(body, body.inputs), body)
         most = body.dimensions
         rows = (
@@ -88,7 +87,7 @@ class EmbeddingRoutes(Handlers):
 
     async def embedding(self, http: HttpRequest) -> Response:
         """Embed texts, in llama.cpp's form."""
-        body = await self._body(http, fields.EmbeddingBody)
+        body = await self.read_named(http, fields.EmbeddingBody)
         embedded = await self._embedded(http, body.content, body)
         shown = list if body.embd_normalize == -1 else normalised
         rows = (
@@ -103,7 +102,7 @@ class EmbeddingRoutes(Handlers):
         By the cosine of embeddings, with the model's prompts for queries and documents where it has
         such; a model that classifies with one label scores each pair.
         """
-        body = await self._body(http, fields.RerankBody)
+        body = await self.read_named(http, fields.RerankBody)
         texts = [each if isinstance(each, str) else each.text for each in body.documents]
         classes = self.generation.ready.classes
         if classes and len(classes.labels) > 1:
@@ -138,7 +137,7 @@ class EmbeddingRoutes(Handlers):
 
         With the labels of the checkpoint, which must be one for classification.
         """
-        body = await self._body(http, fields.ClassifyBody)
+        body = await self.read_named(http, fields.ClassifyBody)
         embedded = await self._embedded(http, body.input, body, CLASSIFIES)
         classes = self.generation.ready.classes
         assert classes is not None, "it was asked for classes"
@@ -151,11 +150,6 @@ class EmbeddingRoutes(Handlers):
 
         data = [partial(entry, *each) for each in enumerate(embedded.vectors)]
         return await self._answer({"object": "list", "data": data}, embedded)
-
-    async def _body(self, http: HttpRequest, schema: type[Named]) -> Named:
-        body = await self.read(http, schema)
-        self.check_model(body, http)
-        return body
 
     def _prompted(self, body: fields.VectorBody, given: Sequence[Given]) -> Sequence[Given]:
         """The texts after the prompt that the body names, else the model's default if it has

@@ -8,7 +8,6 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from server.http.errors import OPENAI
-from server.http.exchange import exchange_of
 from server.http.handlers import Context, Handlers
 from server.http.llama_cpp.fields import InfillBody, LlamaCppCompletionBody
 from server.http.llama_cpp.replies import LlamaCppReply
@@ -61,8 +60,7 @@ class LlamaCppRoutes(Handlers):
         body = await self.read(http, TemplateBody)
         super().check_model(body, http)
         job = RenderChat(body.chat_input(self.generation.texts.texts.calls.form is not None))
-        exchange = exchange_of(http)
-        text = await self.generation.convert(job, exchange.client, exchange.terms)
+        text = await self.convert(http, job)
         return await self.answers.json_answers.response({"prompt": text})
 
     async def props(self) -> Response:

@@ -63,8 +63,7 @@ class RenderRoutes(Handlers):
         return await self.answers.json_answers.response(rendered)
 
     async def _body(self, http: HttpRequest, schema: type[Any]) -> Any:
-        body = await self.read(http, schema)
-        self.check_model(body, http)
+        body = await self.read_named(http, schema)
         exchange = exchange_of(http)
         self.generation.client.admission.charge(exchange.client, exchange.terms, 0)
         return body
