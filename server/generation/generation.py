@@ -80,6 +80,16 @@ class Generation:
         """
         return self.ready.capacity
 
+    @property
+    def can_call(self) -> bool:
+        """Whether the model has a format for calls of tools."""
+        return self.texts.texts.calls.form is not None
+
+    @property
+    def can_fill(self) -> bool:
+        """Whether the tokenizer has marks for filling in the middle."""
+        return self.texts.texts.fim.marks is not None
+
     async def tokenize(self, job: AnyJob, client: str, truncated: bool = False) -> Any:
         """The result of a job that makes the prompt of a request. A text that fits no context is
         refused before, unless its ids are `truncated` afterwards. Raises InvalidRequest, Overloaded

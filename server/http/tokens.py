@@ -43,10 +43,7 @@ class TokenRoutes(Handlers):
         self.check_model(body, http)
         if body.messages is not None:
             exchange_of(http).ignored += self.fit(body)
-            known = self.generation.texts.texts
-            ids = await self.convert(
-                http, EncodeChat(body.chat_input(known.calls.form is not None))
-            )
+            ids = await self.convert(http, EncodeChat(body.chat_input(self.generation.can_call)))
             if body.add_special_tokens and ids[:1] != codec.opening[:1]:
                 ids = codec.opening + ids
         elif body.content is not None:

@@ -39,6 +39,6 @@ class MessagesRoutes(Handlers):
     async def count_tokens(self, http: HttpRequest) -> Response:
         """Count the tokens of a conversation as the chat template writes it."""
         body = await self.read_named(http, CountBody)
-        job = EncodeChat(body.chat.chat_input(self.generation.texts.texts.calls.form is not None))
+        job = EncodeChat(body.chat.chat_input(self.generation.can_call))
         ids = await self.convert(http, job)
         return JSONResponse({"input_tokens": len(ids)})

@@ -59,7 +59,7 @@ class LlamaCppRoutes(Handlers):
         """
         body = await self.read(http, TemplateBody)
         super().check_model(body, http)
-        job = RenderChat(body.chat_input(self.generation.texts.texts.calls.form is not None))
+        job = RenderChat(body.chat_input(self.generation.can_call))
         text = await self.convert(http, job)
         return await self.answers.json_answers.response({"prompt": text})
 

@@ -168,17 +168,12 @@ def check_abilities(generation: Generation, body: GenerateBody | ChatBody, model
     """Raises InvalidRequest where a body asks for what the model cannot do."""
     lacks = {"thinking": bool(body.think) and not can_think(generation)}
     if isinstance(body, GenerateBody):
-        lacks["insert"] = bool(body.suffix) and not can_fill(generation)
+        lacks["insert"] = bool(body.suffix) and not generation.can_fill
     else:
-        lacks["tools"] = bool(body.tools) and generation.texts.texts.calls.form is None
+        lacks["tools"] = bool(body.tools) and not generation.can_call
     for ability, is_lacking in lacks.items():
         if is_lacking:
             raise InvalidRequest(f'"{model}" does not support {ability}')
-
-
-def can_fill(generation: Generation) -> bool:
-    """Whether the tokenizer has marks for filling in the middle."""
-    return generation.texts.texts.fim.marks is not None
 
 
 def can_think(generation: Generation) -> bool:

@@ -29,7 +29,6 @@ from server.http.ollama.fields import (
 )
 from server.http.ollama.replies import (
     OllamaReply,
-    can_fill,
     can_think,
     check_abilities,
     empty_answer,
@@ -175,8 +174,8 @@ class OllamaRoutes(Handlers):
         abilities = {
             "completion": not ready.vector_size,
             "embedding": ready.vector_size > 0 and ready.classes is None,
-            "tools": chats and self.generation.texts.texts.calls.form is not None,
-            "insert": can_fill(self.generation),
+            "tools": chats and self.generation.can_call,
+            "insert": self.generation.can_fill,
             "thinking": chats and can_think(self.generation),
         }
         facts = {

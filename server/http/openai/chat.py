@@ -62,7 +62,7 @@ class ChatReply(OpenAIReply):
         """The internal request, with the prompt that the chat template makes. Raises
         RequestError.
         """
-        given = body.chat_input(generation.texts.texts.calls.form is not None)
+        given = body.chat_input(generation.can_call)
         prompt = await generation.tokenize(
             EncodeChat(given), client, truncated=body.truncate_prompt_tokens is not None
         )

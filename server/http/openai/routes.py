@@ -90,7 +90,7 @@ class OpenAIRoutes(Handlers):
             "default_sampling_params": self.generation.codec.files.sampling_defaults,
             "capabilities": {
                 "completion_chat": self.generation.codec.files.chat_template is not None,
-                "completion_fim": self.generation.texts.texts.fim.marks is not None,
+                "completion_fim": self.generation.can_fill,
             },
         }
 
