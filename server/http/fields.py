@@ -84,7 +84,6 @@ Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES), INTEGRAL]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
 Word = Annotated[str, Field(min_length=1, max_length=256)]
-Salt = Annotated[str, Field(max_length=1024)]
 Name = Annotated[str, Field(max_length=1024)]
 """A name, a key of an object, or an opaque value."""
 
@@ -94,7 +93,6 @@ LogitBias = Annotated[
     dict[Name, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024), FEW
 ]
 StopTokenIds = Annotated[list[TokenId], Field(max_length=128, fail_fast=True)]
-TruncatePromptTokens = Annotated[int, Field(ge=-1, lt=2**31), INTEGRAL]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=2**20, fail_fast=True)]
 AllowedTokenIds = Annotated[
     list[Annotated[int, Field(ge=0, lt=2**24)]],
@@ -121,11 +119,6 @@ class Body(BaseModel):
 def default(value: Value | None, otherwise: Value) -> Value:
     """`value`, or `otherwise` if it is None."""
     return otherwise if value is None else value
-
-
-def drawn(seed: int | None) -> int:
-    """The seed, or one that is drawn."""
-    return secrets.randbits(63) if seed is None else seed
 
 
 def text_or_list(value: Any) -> Any:
@@ -246,7 +239,7 @@ class LimitedBody(DeliveryBody):
     with what it has and the finish reason `timeout`; one that still waits is answered 504. Default:
     none.
     """
-    cache_salt: Salt | None = None
+    cache_salt: Name | None = None
     """Requests share the KV cache of common prefixes only with requests of the same API key and the
     same salt. Default: no salt."""
 
@@ -326,7 +319,7 @@ class SamplingBody(Body):
 
     def drawn_seed(self) -> int:
         """The seed, or one that is drawn, another at each call."""
-        return drawn(self.seed)
+        return secrets.randbits(63) if self.seed is None else self.seed
 
 
 class JsonSchema(Body):

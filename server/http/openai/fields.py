@@ -112,7 +112,7 @@ class GenerationBody(Named, SamplingBody, LimitedBody):
     """Whether tokens in `logprobs` are written as `token_id:` and their id, so that those of the
     same text differ; only with `logprobs`. Default: false.
     """
-    truncate_prompt_tokens: fields.TruncatePromptTokens | None = None
+    truncate_prompt_tokens: fields.Limit | None = None
     """Keep only this many tokens of the prompt, its last ones. -1: as many as the context holds
     beside `max_tokens`. Default: all."""
     n: fields.Choices | None = None
