@@ -60,7 +60,9 @@ async def read_value(request: Request, max_bytes: int, any_type: bool = False) -
     """The body as a JSON object; `any_type`: whatever its content type says. Raises MalformedBody,
     UnsupportedMedia or BodyTooLarge.
     """
-    body = await (read_bytes if any_type else _read)(request, max_bytes)
+    if not any_type:
+        _check_type(request)
+    body = await _read(request, max_bytes)
     if len(body) < LARGE_BYTES:
         return parse(body)
     async with _turn:
@@ -85,7 +87,8 @@ def check(
         raise InvalidRequest(message, param=named[1] if named else None) from None
 
 
-async def _read(request: Request, max_bytes: int) -> bytes:
+def _check_type(request: Request) -> None:
+    """Raises UnsupportedMedia unless the body is sent as JSON."""
     media_type, *parameters = (
         part.strip().lower()
         for part in ",".join(request.headers.getlist("content-type")).split(";")
@@ -101,10 +104,9 @@ async def _read(request: Request, max_bytes: int) -> bytes:
         encoding.lower() != "identity" for encoding in request.headers.getlist("content-encoding")
     ):
         raise UnsupportedMedia("content-encoding is not supported; send the body as it is")
-    return await read_bytes(request, max_bytes)
 
 
-async def read_bytes(request: Request, max_bytes: int) -> bytes:
+async def _read(request: Request, max_bytes: int) -> bytes:
     """The body of a request, whatever it holds. Raises BodyTooLarge as soon as it is known to have
     more bytes than `max_bytes`.
     """
@@ -166,8 +168,8 @@ def _describe(detail: Any) -> str:
     number.
     """
     # Without tags of unions, such as <word>.
-    path = [str(part) for part in detail["loc"] if not str(part).startswith("<")]
-    field = ".".join(printable(part) for part in path)
+    path = [printable(part) for part in map(str, detail["loc"]) if not part.startswith("<")]
+    field = ".".join(path)
     kind = detail["type"]
     context = detail.get("ctx", {})
     value = detail["input"]
@@ -182,10 +184,10 @@ def _describe(detail: Any) -> str:
         # Raised by a validator of the models, whose message names the field.
         return str(context["error"])
     bounds = {
-        "greater_than": ("must be > {gt}"),
-        "greater_than_equal": ("must be >= {ge}"),
-        "less_than": ("must be < {lt}"),
-        "less_than_equal": ("must be <= {le}"),
+        "greater_than": "must be > {gt}",
+        "greater_than_equal": "must be >= {ge}",
+        "less_than": "must be < {lt}",
+        "less_than_equal": "must be <= {le}",
         "too_long": "is not supported"
         if context.get("max_length") == 0
         else "supports up to {max_length} items",
