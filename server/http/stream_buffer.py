@@ -155,13 +155,13 @@ class StreamStore:
         self._expired: OrderedDict[str, str] = OrderedDict()
         """Id -> owner of streams that are no longer kept."""
         self.num_bytes = 0
-        self._bytes: dict[str, int] = {}
+        self._bytes = Counter[str]()
         """Client -> bytes of its streams, where there are any."""
 
     def _count(self, buffer: StreamBuffer, num_bytes: int) -> None:
         """Counts bytes that were added to a stream, or removed from it."""
         self.num_bytes += num_bytes
-        self._bytes[buffer.client] = self._bytes.get(buffer.client, 0) + num_bytes
+        self._bytes[buffer.client] += num_bytes
         if not self._bytes[buffer.client]:
             del self._bytes[buffer.client]
 
