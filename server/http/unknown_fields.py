@@ -139,13 +139,7 @@ def level_of(schema: type[BaseModel]) -> Level:
     for name, field in schema.model_fields.items():
         alias = field.validation_alias or name
         inner = next(_models(field.annotation), None)
-        names = (
-            [alias]
-            if isinstance(alias, str)
-            else alias.choices
-            if isinstance(alias, AliasChoices)
-            else []
-        )
+        names = alias.choices if isinstance(alias, AliasChoices) else [alias]
         level |= {str(name): inner for name in names}
     return level
 
@@ -195,23 +189,20 @@ class Known:
         return kept
 
     def _inside(self, value: Any, inner: Inner, path: str, place: str) -> Any:
-        if not isinstance(inner, type):  # The client chooses the keys.
-            if not isinstance(value, dict):
-                return value
-            return {
-                key: self._inside(item, inner[_ANY_KEY], f"{path}{printable(key)}.", place)
-                for key, item in value.items()
-            }
-        if isinstance(value, dict):
-            return self.members(value, inner, path, place)
         if isinstance(value, list):
             return [
-                self.members(item, inner, f"{path}{number}.", place)
-                if isinstance(item, dict)
-                else item
+                self._inside(item, inner, f"{path}{number}.", place)
                 for number, item in enumerate(value)
             ]
-        return value
+        if not isinstance(value, dict):
+            return value
+        if isinstance(inner, type):
+            return self.members(value, inner, path, place)
+        # The client chooses the keys.
+        return {
+            key: self._inside(item, inner[_ANY_KEY], f"{path}{printable(key)}.", place)
+            for key, item in value.items()
+        }
 
     def _leave_out(
         self, schema: type[BaseModel], name: str, value: Any, path: str, place: str
@@ -260,19 +251,16 @@ def other_name(body: type[BaseModel], schema: type[BaseModel], name: str) -> str
     """
     level, top = level_of(schema), level_of(body)
     inner, snake = top.get("parameters"), _snake(name)
+    inside = level_of(inner) if isinstance(inner, type) else {}
     for ours, theirs in ELSEWHERE.items():
         if snake in theirs.split():
             if ours in level:
                 return ours
-            if isinstance(inner, type) and ours in level_of(inner):
+            if ours in inside:
                 return f"parameters.{ours}"
     if schema is not body and name in top and name not in ("model", "options", "use_cache"):
         return name
-    return (
-        f"parameters.{name}"
-        if schema is body and isinstance(inner, type) and name in level_of(inner)
-        else None
-    )
+    return f"parameters.{name}" if schema is body and name in inside else None
 
 
 @lru_cache(1024)
