@@ -306,12 +306,12 @@ class TemplateFields(Body):
         switch = next(
             (name for name in ("reasoning_effort", "enable_thinking") if name in variables), None
         )
-        told = (
-            [] if effort is None or (switch and isinstance(effort, str)) else ["reasoning_effort"]
-        )
+        told = []
         if switch and isinstance(effort, str):
             value = effort if switch == "reasoning_effort" else effort not in NO_THOUGHTS
             given.setdefault(switch, value)
+        elif effort is not None:
+            told = ["reasoning_effort"]
         self.chat_template_kwargs = {name: given[name] for name in given if name in variables}
         return told + [
             f"chat_template_kwargs.{quoted(name)}" for name in given if name not in variables
@@ -428,9 +428,7 @@ class ChatBody(Conversation, ChatSlotFields, GenerationBody):
             )
         if self.top_logprobs and not self.logprobs:
             raise ValueError("`top_logprobs` is allowed only with `logprobs`")
-        if self.calls == "none":
-            return self
-        if self.logprob_token_ids:
+        if self.logprob_token_ids and self.calls != "none":
             raise ValueError(
                 "`logprob_token_ids` cannot be combined with `tools`, as calls follow a grammar"
             )
