@@ -81,11 +81,6 @@ class Parameters(SamplingBody):
         )
         return bool(self.do_sample) or warped or (self.top_k or 0) > 0 or bool(self.min_p)
 
-    @property
-    def detailed(self) -> bool:
-        """Whether a response that is not streamed has `details`."""
-        return bool(self.details or self.decoder_input_details)
-
 
 class Options(Body):
     """`options` of Hugging Face's inference API."""

@@ -250,7 +250,7 @@ class TgiReply(Reply):
         """
         best, *others = sorted(self.outputs, key=lambda output: -output.mean_logprob)
         value: dict[str, Any] = {"generated_text": best.text}
-        if self.parameters.detailed:
+        if self.parameters.details or self.parameters.decoder_input_details:
             value["details"] = self._details(best)
             if others:
                 value["details"]["best_of_sequences"] = [
