@@ -11,7 +11,6 @@ import logging
 import re
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -32,7 +31,6 @@ from server.http.stream_journal import Asked, Part, StreamFile, StreamJournal
 from server.supervision.journal import Restored
 
 log = logging.getLogger("onehead.api")
-ErrorEvent = Callable[[RequestError], bytes]
 KEPT_HEADERS = frozenset({b"content-type", b"host", b"x-stream-resumable"})
 """Headers on which a request's meaning depends. That of its key is not kept."""
 REPEAT_SECONDS = 1.0
@@ -47,11 +45,6 @@ _GAP = GenerationFailed(
 )
 
 
-def _error_event(dialect: Dialect, form: sse.Form, error: RequestError) -> bytes:
-    """An error that is the stream's, not the reply's."""
-    return sse.event(dialect.body(error), form)
-
-
 class StreamWriter:
     """Writes the events of one request into a stream, and into its file if it has one. `id`: that
     of a stream of an earlier server.
@@ -62,7 +55,8 @@ class StreamWriter:
         self._exchange: Exchange | None = None
         self._source: ReplyEvents
         self._last = b""
-        self._error_event: ErrorEvent
+        self._error_event: Callable[[RequestError], bytes]
+        """Of an error that is the stream's, not the reply's."""
         self._file: StreamFile | None = None
         self.tokens: list[tuple[int, protocol.Token]] = []
         """Those of an earlier server, until its events have been made again."""
@@ -71,14 +65,14 @@ class StreamWriter:
         self.buffer = store.open(caller, self._stop, time.monotonic(), client, id)
 
     def restore(
-        self, parts: Sequence[Part], error_event: ErrorEvent, last: bytes, file: StreamFile
+        self, asked: Asked, parts: Sequence[Part], dialect: Dialect, file: StreamFile
     ) -> None:
         """Writes again what an earlier server had written. Until the request is made again, nobody
         is missed as a reader. A stream with which several servers have begun to go on, and none got
         further, is not asked for again: it may be what ended them.
         """
-        self._say_errors_by(error_event)
-        self._last = last
+        self._say_errors_by(dialect, sse.NAMED_EVENTS if asked.is_named else sse.EVENTS)
+        self._last = asked.last
         self.tokens = [token for part in parts for token in part.tokens]
         self._append(*(event for part in parts for event in part.events))
         self._num_repeated = self.buffer.num_events
@@ -102,7 +96,7 @@ class StreamWriter:
             return
         self._exchange, self._source, self._last = exchange, source, reply.last
         self.buffer.is_queued = False
-        self._say_errors_by(partial(_error_event, exchange.dialect, reply.form))
+        self._say_errors_by(exchange.dialect, reply.form)
         if file is not None:
             self._keep(file)
         streams.keeps_taken = self._file is not None
@@ -117,9 +111,9 @@ class StreamWriter:
             text = f"the server was restarted, and the stream does not go on: {reason}"
             self._end(GenerationFailed(text, code="not_restored"))
 
-    def _say_errors_by(self, error_event: ErrorEvent) -> None:
-        self._error_event = error_event
-        self.buffer.gap_event = b"event: error\n" + error_event(_GAP)
+    def _say_errors_by(self, dialect: Dialect, form: sse.Form) -> None:
+        self._error_event = lambda error: sse.event(dialect.body(error), form)
+        self.buffer.gap_event = b"event: error\n" + self._error_event(_GAP)
 
     def _keep(self, file: StreamFile) -> None:
         self._file, self.buffer.on_expire = file, file.remove
@@ -248,9 +242,7 @@ class StreamPublisher:
             return
         for asked, parts, file in self._journal.read():
             writer = StreamWriter(self.store, asked.caller, asked.client, asked.stream_id)
-            form = sse.NAMED_EVENTS if asked.is_named else sse.EVENTS
-            error_event = partial(_error_event, door.table.dialect(asked.path), form)
-            writer.restore(parts, error_event, asked.last, file)
+            writer.restore(asked, parts, door.table.dialect(asked.path), file)
             if not writer.buffer.ended:
                 self._restored.append((asked, writer))
         if self._restored:
