@@ -12,6 +12,7 @@ import errno
 import fcntl
 import logging
 import os
+import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,8 +28,8 @@ log = logging.getLogger("onehead.api")
 
 FILES = f"{'[A-Za-z0-9_-]' * 32}.stream1"
 """The names of files: a stream's id, and the format of what is in them."""
-_NUMBER_BYTES = 4
-"""Bytes of a frame's length, and of its checksum, a CRC-32."""
+_HEAD = struct.Struct(">II")
+"""The head of a frame: the length of what it holds, and the checksum of that, a CRC-32."""
 
 
 class Asked(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -78,7 +79,7 @@ class StreamFile:
         if not self._is_kept:
             return
         data = msgspec.msgpack.encode(part)
-        frame = _head(data) + data
+        frame = _HEAD.pack(len(data), zlib.crc32(data)) + data
         flags = os.O_CREAT | os.O_EXCL if isinstance(part, Asked) else 0
         try:
             with open(
@@ -101,10 +102,6 @@ class StreamFile:
         self._is_kept = False
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
-
-
-def _head(data: bytes) -> bytes:
-    return b"".join(n.to_bytes(_NUMBER_BYTES) for n in (len(data), zlib.crc32(data)))
 
 
 class StreamJournal:
@@ -141,7 +138,7 @@ class StreamJournal:
             stream = StreamFile(path)
             try:
                 frames = [*_frames(path.read_bytes())]
-                os.truncate(path, sum(2 * _NUMBER_BYTES + len(frame) for frame in frames))
+                os.truncate(path, sum(_HEAD.size + len(frame) for frame in frames))
                 asked, *parts = frames
                 yield (
                     msgspec.msgpack.decode(asked, type=Asked),
@@ -157,12 +154,13 @@ class StreamJournal:
 
 def _frames(data: bytes) -> Iterator[bytes]:
     """The contents of the whole frames that data begins with."""
-    at, head_bytes = 0, 2 * _NUMBER_BYTES
-    while at + head_bytes <= len(data):
-        end = at + head_bytes + int.from_bytes(data[at : at + _NUMBER_BYTES])
-        frame = data[at + head_bytes : end]
+    at = 0
+    while at + _HEAD.size <= len(data):
+        num_bytes, checksum = _HEAD.unpack_from(data, at)
+        at += _HEAD.size
+        frame = data[at : at + num_bytes]
         # Zeros, which a power cut may leave at the end of a file, are the head of nothing.
-        if not frame or data[at : at + head_bytes] != _head(frame):
+        if not frame or len(frame) < num_bytes or zlib.crc32(frame) != checksum:
             return
         yield frame
-        at = end
+        at += num_bytes
