@@ -144,10 +144,6 @@ class ReplyEvents:
         self._has_begun = False
         self.ended = False
 
-    def error_event(self, error: RequestError) -> bytes:
-        """The event that ends the stream with an error."""
-        return sse.event(self.reply.error_chunk(error, self._dialect), self.reply.form)
-
     def listen(self, wake: Wake) -> None:
         self.reply.streams.listen(wake)
 
@@ -157,16 +153,13 @@ class ReplyEvents:
             return events
         try:
             self._fill(events)
-        except RequestError as error:
-            events.append(self.error_event(error))
-            self.ended = True
-        except Exception:
-            log.exception("stream failed")
-            events.append(
-                self.error_event(
-                    RequestError("internal error; the server's log has it under the request id")
-                )
-            )
+        except Exception as error:
+            if not isinstance(error, RequestError):
+                log.exception("stream failed")
+                text = "internal error; the server's log has it under the request id"
+                error = RequestError(text)
+            chunk = self.reply.error_chunk(error, self._dialect)
+            events.append(sse.event(chunk, self.reply.form))
             self.ended = True
         if self.ended and self.reply.last:
             events.append(self.reply.last)
