@@ -6,7 +6,7 @@ closed when its answer ends, however it ends. It knows no dialect's fields.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
@@ -44,12 +44,12 @@ def resumes(http: HttpRequest, stream: bool, resumable: bool | None) -> bool:
     return resumable
 
 
-@dataclass(frozen=True, slots=True)
-class Answers:
+class Answers(JsonAnswers):
     """Sends answers, resumable ones by `publisher`."""
 
-    publisher: StreamPublisher
-    json_answers: JsonAnswers = field(default_factory=JsonAnswers)
+    def __init__(self, publisher: StreamPublisher) -> None:
+        super().__init__()
+        self.publisher = publisher
 
     async def answer(
         self, http: HttpRequest, reply: Reply, stream: bool, resumable: bool = False
@@ -65,7 +65,7 @@ class Answers:
             exchange.body = b""  # Only a resumable stream is asked for again.
             if not stream:
                 value = await unless_disconnected(http, full_response(reply))
-                return await self.json_answers.response(value, reply.headers(streamed=False))
+                return await self.response(value, reply.headers(streamed=False))
             source.first = await unless_disconnected(http, streams.first_piece(keep_alive))
             headers = reply.headers(streamed=True)
             return sse.EventResponse(source, streams.close, headers, keep_alive, reply.form)

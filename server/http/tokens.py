@@ -49,7 +49,7 @@ class TokenRoutes(Handlers):
         elif body.content is not None:
             ids = await self.convert(http, Encode(body.content, bare=not body.add_special))
             tokens = map(self._piece, ids) if body.with_pieces else iter(ids)
-            return await self.answers.json_answers.response({"tokens": tokens})
+            return await self.answers.response({"tokens": tokens})
         else:
             ids = await self.convert(
                 http, Encode(body.prompt or "", bare=body.add_special_tokens is False)
@@ -61,7 +61,7 @@ class TokenRoutes(Handlers):
             "tokens": iter(ids),
             "token_strs": names,
         }
-        return await self.answers.json_answers.response(answer)
+        return await self.answers.response(answer)
 
     def _piece(self, id: int) -> dict[str, Any]:
         """A token and its text, or its bytes where they are part of a character."""
@@ -85,4 +85,4 @@ class TokenRoutes(Handlers):
                 param="tokens",
             )
         (text,) = await self.convert(http, Decode([body.tokens]))
-        return await self.answers.json_answers.response({"content": text, "prompt": text})
+        return await self.answers.response({"content": text, "prompt": text})

@@ -83,7 +83,7 @@ class EmbeddingRoutes(Handlers):
             list(vector[:most] if body.normalize is False else normalised(vector, most))
             for vector in embedded.vectors
         )
-        return await self.answers.json_answers.response(rows)
+        return await self.answers.response(rows)
 
     async def embedding(self, http: HttpRequest) -> Response:
         """Embed texts, in llama.cpp's form."""
@@ -94,7 +94,7 @@ class EmbeddingRoutes(Handlers):
             {"index": index, "embedding": [list(shown(vector))]}
             for index, vector in enumerate(embedded.vectors)
         )
-        return await self.answers.json_answers.response(rows)
+        return await self.answers.response(rows)
 
     async def rerank(self, http: HttpRequest) -> Response:
         """Sort documents by how relevant they are to a query.
@@ -190,7 +190,7 @@ class EmbeddingRoutes(Handlers):
     async def _answer(self, value: dict[str, Any], embedded: Embedded) -> Response:
         usage = {"prompt_tokens": embedded.num_tokens, "total_tokens": embedded.num_tokens}
         whole = value | {"model": self.names.shown, "usage": usage}
-        return await self.answers.json_answers.response(whole)
+        return await self.answers.response(whole)
 
 
 def _likely(classes: Classes, logits: Vector) -> list[float]:

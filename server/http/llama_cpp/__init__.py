@@ -61,7 +61,7 @@ class LlamaCppRoutes(Handlers):
         super().check_model(body, http)
         job = RenderChat(body.chat_input(self.generation.can_call))
         text = await self.convert(http, job)
-        return await self.answers.json_answers.response({"prompt": text})
+        return await self.answers.response({"prompt": text})
 
     async def props(self) -> Response:
         """Show the context length and the chat template.

@@ -222,7 +222,7 @@ class OllamaRoutes(Handlers):
             "load_duration": 0,
             "prompt_eval_count": embedded.num_tokens,
         }
-        return await self.answers.json_answers.response(value)
+        return await self.answers.response(value)
 
     async def embed_one(self, http: HttpRequest) -> Response:
         """Embed one text, as older clients ask for it."""

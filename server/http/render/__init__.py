@@ -48,7 +48,7 @@ class RenderRoutes(Handlers):
             self._rendered(http, f"cmpl-{secrets.token_hex(16)}", request)
             for request, _ in prepared
         ]
-        return await self.answers.json_answers.response(rendered)
+        return await self.answers.response(rendered)
 
     async def chat(self, http: HttpRequest) -> Response:
         """Show the tokens of a conversation.
@@ -60,7 +60,7 @@ class RenderRoutes(Handlers):
             self.generation, await self._body(http, ChatBody), exchange_of(http).client
         )
         rendered = self._rendered(http, f"chatcmpl-{secrets.token_hex(16)}", request)
-        return await self.answers.json_answers.response(rendered)
+        return await self.answers.response(rendered)
 
     async def _body(self, http: HttpRequest, schema: type[Any]) -> Any:
         body = await self.read_named(http, schema)
