@@ -8,6 +8,7 @@ says otherwise; the path that is checked is the path that is routed. It knows no
 
 import hashlib
 import logging
+import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -36,6 +37,7 @@ RAW_SAFETY_HEADERS = tuple(
     (name.encode(), value.encode()) for name, value in SAFETY_HEADERS.items()
 )
 STREAMS = "/v1/streams/"
+_REQUEST_ID = re.compile(rb"(?=[-_]*[A-Za-z0-9])[A-Za-z0-9_-]{1,64}")
 MAX_PATH_CHARS = 200
 """Characters of a path that the access log shows."""
 
@@ -226,10 +228,5 @@ def _request_id(scope: Scope) -> str:
     id.
     """
     given = [value for name, value in scope["headers"] if name == b"x-request-id"]
-    if (
-        len(given) == 1
-        and 0 < len(given[0]) <= 64
-        and given[0].replace(b"-", b"").replace(b"_", b"").isalnum()
-    ):
-        return str(given[0].decode("ascii"))
-    return secrets.token_hex(8)
+    match = _REQUEST_ID.fullmatch(b",".join(given))
+    return match[0].decode() if match else secrets.token_hex(8)
