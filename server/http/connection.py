@@ -38,6 +38,12 @@ WRITE_SECONDS = 30.0
 """A client that acknowledges nothing for this long is dropped."""
 MAX_HEAD_BYTES = 32 * 2**10
 MAX_HEADERS = 100
+TOO_LARGE = (
+    431,
+    "headers_too_large",
+    f"the head of a request may have {MAX_HEADERS} headers and {MAX_HEAD_BYTES} bytes",
+)
+"""Status, code and message of a refusal."""
 LINGER_SECONDS = 2.0
 TCP = (socket.AF_INET, socket.AF_INET6)
 PROBE_CONNECTIONS = 8
@@ -92,13 +98,11 @@ class Connection(HttpToolsProtocol):
         if len(self.connections) > self.max_connections + PROBE_CONNECTIONS:
             self._refuse(*self._too_many())
             return
-        self._limit_writing(transport.get_extra_info("socket"))
-        self._start_timer("head", HEAD_SECONDS)
-
-    def _limit_writing(self, sock: Any) -> None:
-        """Has the kernel close the connection when sent bytes stay unacknowledged so long."""
+        sock = transport.get_extra_info("socket")
         if getattr(sock, "family", None) in TCP and hasattr(socket, "TCP_USER_TIMEOUT"):
+            # Has the kernel close the connection when sent bytes stay unacknowledged so long.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(WRITE_SECONDS * 1000))
+        self._start_timer("head", HEAD_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -125,7 +129,7 @@ class Connection(HttpToolsProtocol):
         if self._refused:
             return
         if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse(431, "headers_too_large", self._largest_head())
+            self._refuse(*TOO_LARGE)
         elif self._timer is None and self.timeout_keep_alive_task is None and not self._busy:
             # Empty lines are no request; without a timer they would keep the connection open.
             self._start_timer("head", HEAD_SECONDS)
@@ -213,7 +217,7 @@ class Connection(HttpToolsProtocol):
             self._reject(405, "method_not_allowed", "this server is no proxy: it takes no CONNECT")
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
-            self._reject(431, "headers_too_large", self._largest_head())
+            self._reject(*TOO_LARGE)
         if self._only_probes and not self.door.is_probe(
             self.url.partition(b"?")[0].decode("latin-1")
         ):
@@ -225,9 +229,6 @@ class Connection(HttpToolsProtocol):
             "too_many_connections",
             f"{self.max_connections} connections are open, which is the limit; try again later",
         )
-
-    def _largest_head(self) -> str:
-        return f"the head of a request may have {MAX_HEADERS} headers and {MAX_HEAD_BYTES} bytes"
 
     def _reject(self, status: int, code: str, message: str) -> None:
         self._refusal = status, code, message
