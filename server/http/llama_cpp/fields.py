@@ -11,7 +11,7 @@ from server.generation.generation import Generation
 from server.http import fields
 from server.http.fields import Body, DeliveryBody, SamplingBody
 from server.http.openai.fields import MAX_SEQUENCES, PromptList, Stops
-from server.http.openai.slot_fields import SlotFields, switched_off
+from server.http.openai.slot_fields import SlotFields
 from server.text.fim import Filling
 from server.text.jobs import Fill, Prompts
 from server.text.service import Source
@@ -149,7 +149,7 @@ class LlamaCppBody(SlotFields, SamplingBody, DeliveryBody):
             for text, filling in zip(texts, spelt, strict=True):
                 bias |= dict.fromkeys(map(str, filling.prompt), bias.pop(text))
         sampling = self.sampling(DEFAULTS)
-        return replace(sampling, **switched_off(self.samplers))
+        return replace(sampling, **self.switched_off())
 
 
 class ExtraFile(Body):

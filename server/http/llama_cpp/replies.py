@@ -12,7 +12,6 @@ from server.generation.request import Request, with_choices
 from server.generation.stream import OpenStreams, Piece
 from server.http.answer import Output, OutputToken, Reply
 from server.http.llama_cpp.fields import LlamaCppBody
-from server.http.openai.slot_fields import salt
 
 _LINE_START = re.compile(r"\n([ \t]*)(?=[^ \t\r\n])")
 STOP_TYPE = {"length": "limit", "eos_token": "eos", "stop_sequence": "word", "timeout": "limit"}
@@ -141,7 +140,7 @@ class LlamaCppReply(Reply):
                 grammar=grammar,
                 healed=filling.healed,
                 priority=body.priority or 0,
-                salt=salt(body.cache_prompt),
+                salt=body.salt(),
             )
             request = generation.within_context(request, body.n_predict)
             requests += with_choices(request, body.n_cmpl or 1)

@@ -14,7 +14,7 @@ from server.http import fields
 from server.http.body import parse
 from server.http.fields import Body, Named
 from server.http.openai.fields import GenerationBody
-from server.http.openai.slot_fields import ChatSlotFields, salt, switched_off
+from server.http.openai.slot_fields import ChatSlotFields
 from server.http.unknown_fields import quoted
 from server.text.calls.parser import Calls
 from server.text.conversation import ChatInput
@@ -444,8 +444,8 @@ class ChatBody(Conversation, ChatSlotFields, GenerationBody):
 
     async def request(self, generation: Generation, client: str, prompt: list[int]) -> Request:
         request = await super().request(generation, client, prompt)
-        sampling = replace(request.sampling, **switched_off(self.samplers))
-        return replace(request, sampling=sampling, salt=salt(self.cache_prompt, request.salt))
+        sampling = replace(request.sampling, **self.switched_off())
+        return replace(request, sampling=sampling, salt=self.salt(request.salt))
 
     @property
     def num_top(self) -> int | None:

@@ -3,7 +3,6 @@ them.
 """
 
 import secrets
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -30,17 +29,6 @@ OFF: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0,
 """Values of protocol.Sampling at which a sampler of `samplers` does nothing."""
 
 
-def switched_off(samplers: Sequence[str] | None) -> dict[str, Any]:
-    """The values of protocol.Sampling for the samplers that are not in a request's `samplers`."""
-    used = OFF if samplers is None else {name.replace("typ_p", "typical_p") for name in samplers}
-    return {name: value for name, value in OFF.items() if name not in used}
-
-
-def salt(cache_prompt: bool | None, otherwise: str = "") -> str:
-    """The cache salt of a request with this `cache_prompt`."""
-    return secrets.token_hex(16) if cache_prompt is False else otherwise
-
-
 class SlotFields(Body):
     """Fields that llama.cpp's editors send to every generating route."""
 
@@ -50,6 +38,17 @@ class SlotFields(Body):
     """
     cache_prompt: bool | None = None
     """False: the KV cache of this request is shared with no other. Default: true."""
+
+    def switched_off(self) -> dict[str, Any]:
+        """The values of protocol.Sampling for the samplers that are not in `samplers`."""
+        if self.samplers is None:
+            return {}
+        used = {name.replace("typ_p", "typical_p") for name in self.samplers}
+        return {name: value for name, value in OFF.items() if name not in used}
+
+    def salt(self, otherwise: str = "") -> str:
+        """The cache salt of the request."""
+        return secrets.token_hex(16) if self.cache_prompt is False else otherwise
 
 
 class ChatSlotFields(SlotFields):
