@@ -52,7 +52,7 @@ class TgiRoutes(Handlers):
         One JSON object, or server-sent events with `"stream": true`.
         """
         body = await self._body(http)
-        return await self._answer(http, body, stream=bool(body.stream), echo=False)
+        return await self._answer(http, body, stream=bool(body.stream))
 
     async def generate_stream(self, http: HttpRequest) -> Response:
         """Generate text for a prompt, as server-sent events.
@@ -63,7 +63,7 @@ class TgiRoutes(Handlers):
         if body.stream is False:
             with tgi_error_prefix():
                 raise InvalidRequest("`stream` cannot be false on /generate_stream; use /generate")
-        return await self._answer(http, body, stream=True, echo=False)
+        return await self._answer(http, body, stream=True)
 
     async def root(self, http: HttpRequest) -> Response:
         """Generate text for a prompt, as a list of one object.
@@ -71,7 +71,7 @@ class TgiRoutes(Handlers):
         As /generate, but the text begins with the prompt unless `return_full_text` is false.
         """
         body = await self._body(http)
-        return await self._answer(http, body, stream=bool(body.stream), echo=True, in_list=True)
+        return await self._answer(http, body, stream=bool(body.stream), is_root=True)
 
     async def info(self) -> Response:
         """Show the served model and the limits of requests."""
@@ -110,7 +110,7 @@ class TgiRoutes(Handlers):
             return await self.read(http, GenerateBody)
 
     async def _answer(
-        self, http: HttpRequest, body: GenerateBody, stream: bool, echo: bool, in_list: bool = False
+        self, http: HttpRequest, body: GenerateBody, stream: bool, is_root: bool = False
     ) -> Response:
         arrival = time.monotonic()
         # TGI's quirk: without `parameters` a request samples, with empty ones it is greedy.
@@ -125,9 +125,9 @@ class TgiRoutes(Handlers):
             resumable = resumes(http, stream, body.resumable)
             requests = await self._requests(body, parameters, exchange_of(http).client)
             streams = self.generation.start(requests, exchange_of(http).reserved)
-        echoed = body.inputs if default(parameters.return_full_text, echo) else ""
+        echoed = body.inputs if default(parameters.return_full_text, is_root) else ""
         reply = TgiReply(
-            self.generation, parameters, streams, echoed, arrival, len(body.inputs), in_list
+            self.generation, parameters, streams, echoed, arrival, len(body.inputs), is_root
         )
         return await self.answers.answer(http, reply, stream, resumable)
 
@@ -180,29 +180,6 @@ def tgi_error_prefix() -> Iterator[None]:
         raise InvalidRequest(f"Input validation error: {error.message}") from None
 
 
-def timing_headers(streams: OpenStreams, arrival: float) -> dict[str, str]:
-    """TGI's timing headers of a response that is not streamed: milliseconds, but seconds in
-    x-compute-time.
-    """
-    now = time.monotonic()
-    choice = max(streams.choices, key=lambda choice: choice.last)
-    started = choice.started or now
-    num_tokens = sum(choice.num_tokens for choice in streams.choices)
-    milliseconds = {
-        "x-total-time": now - arrival,
-        "x-validation-time": choice.arrival - arrival,
-        "x-queue-time": started - choice.arrival,
-        "x-inference-time": now - started,
-        "x-time-per-token": (now - started) / max(1, num_tokens),
-    }
-    counts = {"x-prompt-tokens": len(choice.request.prompt), "x-generated-tokens": num_tokens}
-    return (
-        {"x-compute-time": f"{now - arrival:.6f}"}
-        | {name: f"{seconds * 1e3:.3f}" for name, seconds in milliseconds.items()}
-        | {name: str(count) for name, count in counts.items()}
-    )
-
-
 class TgiReply(Reply):
     """A reply in TGI's JSON. `arrival`: monotonic time of the request; `num_chars`: of its prompt;
     `echoed`: text before the output.
@@ -230,8 +207,28 @@ class TgiReply(Reply):
         self.outputs = [Output(choice, echoed) for choice in streams.choices]
 
     def headers(self, streamed: bool) -> dict[str, str]:
-        return self.compute_headers | (
-            {} if streamed else timing_headers(self.streams, self.arrival)
+        """Of a response that is not streamed its times too: in milliseconds, but x-compute-time in
+        seconds.
+        """
+        if streamed:
+            return self.compute_headers
+        now, choices = time.monotonic(), self.streams.choices
+        choice = max(choices, key=lambda choice: choice.last)
+        started = choice.started or now
+        num_tokens = sum(choice.num_tokens for choice in choices)
+        milliseconds = {
+            "x-total-time": now - self.arrival,
+            "x-validation-time": choice.arrival - self.arrival,
+            "x-queue-time": started - choice.arrival,
+            "x-inference-time": now - started,
+            "x-time-per-token": (now - started) / max(1, num_tokens),
+        }
+        counts = {"x-prompt-tokens": len(choice.request.prompt), "x-generated-tokens": num_tokens}
+        return (
+            self.compute_headers
+            | {"x-compute-time": f"{now - self.arrival:.6f}"}
+            | {name: f"{seconds * 1e3:.3f}" for name, seconds in milliseconds.items()}
+            | {name: str(count) for name, count in counts.items()}
         )
 
     def take(self, piece: Piece) -> list[OutputToken]:
