@@ -14,26 +14,14 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
-from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 
 from server.http.errors import TGI
-from server.http.extensions import extension_bodies
-from server.http.openai.chat_fields import ChatBody
-from server.http.openai.fields import CompletionBody
+from server.http.front import FrontDoor
 from server.http.routes import Route
-from server.http.tgi.fields import GenerateBody
-from server.http.token_fields import DetokenizeBody, TokenizeBody
 
-BODIES: tuple[type[BaseModel], ...] = (
-    GenerateBody,
-    CompletionBody,
-    ChatBody,
-    TokenizeBody,
-    DetokenizeBody,
-)
 SCRIPTS = "static-offline-docs"
 BEARER = {
     "type": "http",
@@ -42,14 +30,14 @@ BEARER = {
 }
 
 
-def documentation_routes(app: FastAPI, needs_key: Callable[[str], bool]) -> list[Route]:
+def documentation_routes(app: FastAPI, door: Callable[[], FrontDoor]) -> list[Route]:
     """Routes of the page and the document of `app`. The page's scripts are served by this server,
-    so that it needs no internet.
+    so that it needs no internet. `door`: has the routes, and knows which need a key.
     """
 
     @cache
     def document() -> bytes:
-        return json.dumps(describe(app, needs_key)).encode()
+        return json.dumps(describe(app, door())).encode()
 
     async def openapi() -> Response:
         return Response(document(), media_type="application/json")
@@ -76,14 +64,14 @@ def documentation_routes(app: FastAPI, needs_key: Callable[[str], bool]) -> list
     ]
 
 
-def describe(app: FastAPI, needs_key: Callable[[str], bool]) -> dict[str, Any]:
-    """Builds the OpenAPI document. `needs_key`: whether a path needs an API key."""
+def describe(app: FastAPI, door: FrontDoor) -> dict[str, Any]:
+    """Builds the OpenAPI document."""
     stated: dict[str, Any] = json.loads(
         Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
     )
     described, paths, components = app.openapi(), stated.pop("paths"), stated["components"]
     components["responses"] |= _errors(stated.pop("errors"), stated.pop("retry_headers"))
-    known = dict.fromkeys([*BODIES, *extension_bodies()])
+    known = dict.fromkeys(route.body for route in door.table.routes if route.body)
     _, bodies = models_json_schema(
         [(body, "validation") for body in known], ref_template="#/components/schemas/{model}"
     )
@@ -102,7 +90,7 @@ def describe(app: FastAPI, needs_key: Callable[[str], bool]) -> dict[str, Any]:
             operation["summary"], _, operation["description"] = operation["description"].partition(
                 "\n\n"
             )
-            if needs_key(path):
+            if door.keys(door.table.find(path)) is not None:
                 operation["security"] = [{"bearer": []}]
                 components["securitySchemes"] = {"bearer": BEARER}
             else:

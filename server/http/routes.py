@@ -12,6 +12,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.routing import compile_path
 from starlette.types import ASGIApp
@@ -43,6 +44,8 @@ class Route:
     probe: bool = False
     tag: str = ""
     """The heading of the route in the OpenAPI document; one without is not part of it."""
+    body: type[BaseModel] | None = None
+    """The model of its body, which the OpenAPI document describes."""
     head: bool = False
     """Whether the route also answers HEAD."""
     status: int = 200

@@ -21,8 +21,10 @@ class TokenRoutes(Handlers):
     def routes(self) -> list[Route]:
         # The dialect of /tokenize is TGI's until its body has been read.
         return [
-            Route("/tokenize", ("POST",), self.tokenize, TGI, tag="tokens"),
-            Route("/detokenize", ("POST",), self.detokenize, OPENAI, tag="tokens"),
+            Route("/tokenize", ("POST",), self.tokenize, TGI, tag="tokens", body=TokenizeBody),
+            Route(
+                "/detokenize", ("POST",), self.detokenize, OPENAI, tag="tokens", body=DetokenizeBody
+            ),
         ]
 
     async def tokenize(self, http: HttpRequest) -> Response:

@@ -16,8 +16,6 @@ from server.http.handlers import Context, Handlers
 from server.http.routes import Route
 from server.text.jobs import EncodeChat
 
-BODIES = ()
-
 
 def routes(context: Context) -> list[Route]:
     """The routes of this extension."""

@@ -11,16 +11,14 @@ from server.http.errors import OPENAI
 from server.http.handlers import Context, Handlers
 from server.http.routes import Route
 
-BODIES = DecisionBody, SystemBody
-
 
 def routes(context: Context) -> list[Route]:
     """The routes of this extension."""
     handlers = DecisionRoutes(context)
     generating = partial(Route, methods=("POST",), dialect=OPENAI, generates=True, tag="openai")
     return [
-        generating("/v1/decisions", handler=handlers.decisions),
-        generating("/v1/systemone", handler=handlers.systemone),
+        generating("/v1/decisions", handler=handlers.decisions, body=DecisionBody),
+        generating("/v1/systemone", handler=handlers.systemone, body=SystemBody),
     ]
 
 

@@ -22,7 +22,6 @@ from server.http.handlers import Context, Handlers
 from server.http.routes import Route
 from server.protocol import Classes
 
-BODIES = ()
 PROMPTS = "config_sentence_transformers.json"
 IN_A_TURN = 64
 """Cosines that are computed in one turn of the event loop."""

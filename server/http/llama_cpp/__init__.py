@@ -15,17 +15,17 @@ from server.http.openai.chat_fields import TemplateBody
 from server.http.routes import Route
 from server.text.jobs import RenderChat
 
-BODIES = InfillBody, LlamaCppCompletionBody, TemplateBody
-
 
 def routes(context: Context) -> list[Route]:
     """The routes of this extension."""
     handlers = LlamaCppRoutes(context)
     posted = partial(Route, methods=("POST",), dialect=OPENAI, tag="llama.cpp")
     return [
-        posted("/infill", handler=handlers.infill, generates=True),
-        posted("/completion", handler=handlers.completion, generates=True),
-        posted("/apply-template", handler=handlers.apply_template),
+        posted("/infill", handler=handlers.infill, generates=True, body=InfillBody),
+        posted(
+            "/completion", handler=handlers.completion, generates=True, body=LlamaCppCompletionBody
+        ),
+        posted("/apply-template", handler=handlers.apply_template, body=TemplateBody),
         Route("/props", ("GET",), handlers.props, OPENAI, tag="llama.cpp"),
     ]
 

@@ -8,15 +8,14 @@ from server.http.handlers import Context, Handlers
 from server.http.mistral.fim import FimBody, FimReply
 from server.http.routes import Route
 
-BODIES = (FimBody,)
-
 
 def routes(context: Context) -> list[Route]:
     """The routes of this extension."""
     handlers = FimRoutes(context)
     paths = "/v1/fim/completions", "/fim/completions"
     return [
-        Route(path, ("POST",), handlers.fim, OPENAI, generates=True, tag="openai") for path in paths
+        Route(path, ("POST",), handlers.fim, OPENAI, generates=True, tag="openai", body=FimBody)
+        for path in paths
     ]
 
 

@@ -9,8 +9,6 @@ from server.http.handlers import Context
 from server.http.ollama.routes import OllamaRoutes
 from server.http.routes import Route
 
-BODIES = ()
-
 
 def routes(context: Context) -> list[Route]:
     """The routes of this extension."""

@@ -41,8 +41,8 @@ class OpenAIRoutes(Handlers):
         generating = partial(Route, methods=("POST",), dialect=OPENAI, generates=True, tag="openai")
         shown = partial(Route, methods=("GET",), dialect=OPENAI, tag="openai")
         return [
-            generating("/v1/completions", handler=self.completions),
-            generating("/v1/chat/completions", handler=self.chat),
+            generating("/v1/completions", handler=self.completions, body=CompletionBody),
+            generating("/v1/chat/completions", handler=self.chat, body=ChatBody),
             shown("/v1/models", handler=self.models),
             shown("/v1/models/{name:path}", handler=self.model),
         ]

@@ -7,8 +7,6 @@ from server.http.page.files import file_routes
 from server.http.page.monitor import MonitorRoutes
 from server.http.routes import Route
 
-BODIES = ()
-
 
 def routes(context: Context) -> list[Route]:
     """The routes of this extension; none where server.ui is false."""

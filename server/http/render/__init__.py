@@ -19,8 +19,6 @@ from server.http.openai.completions import CompletionReply
 from server.http.openai.fields import CompletionBody
 from server.http.routes import Route
 
-BODIES = CompletionBody, ChatBody
-
 
 def routes(context: Context) -> list[Route]:
     """The routes of this extension."""

@@ -13,8 +13,6 @@ from server.http.responses.fields import ResponsesBody
 from server.http.responses.replies import ResponsesReply
 from server.http.routes import Route
 
-BODIES = ()
-
 
 def routes(context: Context) -> list[Route]:
     """The routes of this extension."""

@@ -38,7 +38,7 @@ class TgiRoutes(Handlers):
 
     def routes(self) -> list[Route]:
         route = partial(Route, dialect=TGI, tag="text-generation-inference")
-        posted = partial(route, methods=("POST",), generates=True)
+        posted = partial(route, methods=("POST",), generates=True, body=GenerateBody)
         return [
             posted("/generate", handler=self.generate),
             posted("/generate_stream", handler=self.generate_stream),
