@@ -132,17 +132,17 @@ async def full_response(reply: Reply) -> Any:
     return reply.full_response()
 
 
+@dataclass(slots=True)
 class ReplyEvents:
     """The events of a reply, one for each chunk; an error becomes an event, as the dialect has it,
     and the reply's `last` follows them all. `first`: a piece that was taken of it already.
     """
 
-    def __init__(self, reply: Reply, dialect: Dialect) -> None:
-        self.reply = reply
-        self.first: Piece | None = None
-        self._dialect = dialect
-        self._has_begun = False
-        self.ended = False
+    reply: Reply
+    dialect: Dialect
+    first: Piece | None = None
+    has_begun: bool = False
+    ended: bool = False
 
     def listen(self, wake: Wake) -> None:
         self.reply.streams.listen(wake)
@@ -158,7 +158,7 @@ class ReplyEvents:
                 log.exception("stream failed")
                 text = "internal error; the server's log has it under the request id"
                 error = RequestError(text)
-            chunk = self.reply.error_chunk(error, self._dialect)
+            chunk = self.reply.error_chunk(error, self.dialect)
             events.append(sse.event(chunk, self.reply.form))
             self.ended = True
         if self.ended and self.reply.last:
@@ -167,8 +167,8 @@ class ReplyEvents:
 
     def _fill(self, events: list[bytes]) -> None:
         reply, streams = self.reply, self.reply.streams
-        if not self._has_begun:
-            self._has_begun = True
+        if not self.has_begun:
+            self.has_begun = True
             self._add(events, reply.first_chunks())
             self._add(events, reply.chunks(self.first) if self.first is not None else ())
         while sse.is_whole(events):

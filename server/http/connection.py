@@ -11,6 +11,7 @@ import logging
 import secrets
 import socket
 import time
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import httptools
@@ -326,22 +327,23 @@ class Connection(HttpToolsProtocol):
         self.transport.write(STATUS_LINE[status] + lines.encode() + b"\r\n" + body)
 
 
+@dataclass(slots=True)
 class CycleChunks:
     """The Chunks of one request and its response."""
 
-    def __init__(self, cycle: RequestResponseCycle, transport: asyncio.Transport) -> None:
-        self._cycle, self._transport = cycle, transport
+    cycle: RequestResponseCycle
+    transport: asyncio.Transport
 
     @property
     def may_write(self) -> bool:
         return (
-            bool(self._cycle.chunked_encoding)
-            and not self._cycle.flow.write_paused
-            and not self._cycle.disconnected
+            bool(self.cycle.chunked_encoding)
+            and not self.cycle.flow.write_paused
+            and not self.cycle.disconnected
         )
 
     def write(self, data: bytes) -> None:
-        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 def _delimit_by_close(cycle: RequestResponseCycle) -> None:

@@ -12,6 +12,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -175,40 +176,40 @@ class FrontDoor:
         exchange.client = exchange.terms.name or digest
 
 
+@dataclass(slots=True)
 class LoggedResponse:
     """Adds the common headers to a response, and writes its line of the access log."""
 
-    def __init__(self, scope: Scope, exchange: Exchange, send: Send, client: EngineClient) -> None:
-        self._scope = scope
-        self._exchange = exchange
-        self._send = send
-        self._client = client
-        self._complete = False
+    scope: Scope
+    exchange: Exchange
+    send_on: Send
+    client: EngineClient
+    is_complete: bool = False
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self._exchange.status = message["status"]
+            self.exchange.status = message["status"]
             own = list(message.get("headers", []))
             named = {name.lower() for name, _ in own}
-            own.append((b"x-request-id", self._exchange.request_id.encode()))
-            if ignored := self._exchange.ignored:
+            own.append((b"x-request-id", self.exchange.request_id.encode()))
+            if ignored := self.exchange.ignored:
                 own.append((b"x-onehead-ignored", header(ignored).encode()))
-                self._client.count_ignored(ignored)
+                self.client.count_ignored(ignored)
             own += [pair for pair in RAW_SAFETY_HEADERS if pair[0] not in named]
-            if self._client.admission.draining:
+            if self.client.admission.draining:
                 own.append((b"connection", b"close"))
             message["headers"] = own
         elif not message.get("more_body", False):
-            self._complete = True
-        await self._send(message)
+            self.is_complete = True
+        await self.send_on(message)
 
     def log(self, route: Route | None) -> None:
         """Writes the access log's line of the request, at level debug for probes."""
-        exchange = self._exchange
-        status = exchange.refused_status or (exchange.status if self._complete else CLIENT_GONE)
+        exchange = self.exchange
+        status = exchange.refused_status or (exchange.status if self.is_complete else CLIENT_GONE)
         milliseconds = round((time.monotonic() - exchange.received) * 1e3, 1)
-        method = self._scope["method"]
-        path = self._scope["path"][:MAX_PATH_CHARS]
+        method = self.scope["method"]
+        path = self.scope["path"][:MAX_PATH_CHARS]
         if path.startswith(STREAMS):
             path = (
                 f"{STREAMS}..."  # A stream can be read by its id, so the id is kept out of the log.

@@ -39,15 +39,15 @@ class Retention:
     """Most running streams without a reader."""
 
 
+@dataclass(slots=True, eq=False)
 class Reader:
     """The connection that reads a stream. `wake` is called when `take` or a property has something
     new.
     """
 
-    def __init__(self, buffer: "StreamBuffer", last_seen: int, wake: Wake) -> None:
-        self.buffer = buffer
-        self.last_seen = last_seen
-        self.wake = wake
+    buffer: "StreamBuffer"
+    last_seen: int
+    wake: Wake
 
     def tell(self) -> None:
         """Calls `wake`, and what it returns."""

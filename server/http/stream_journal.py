@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -65,25 +66,25 @@ class Part(msgspec.Struct, array_like=True, frozen=True):
     has_ended: bool = False
 
 
+@dataclass(slots=True)
 class StreamFile:
     """The file of one stream, open only while it is written. Where it cannot be written, it is
     removed: the stream goes on, and ends with the server.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._is_kept = True
+    path: Path
+    is_kept: bool = True
 
     def write(self, part: Asked | Part) -> None:
         """Adds a part; the first one makes the file."""
-        if not self._is_kept:
+        if not self.is_kept:
             return
         data = msgspec.msgpack.encode(part)
         frame = _HEAD.pack(len(data), zlib.crc32(data)) + data
         flags = os.O_CREAT | os.O_EXCL if isinstance(part, Asked) else 0
         try:
             with open(
-                os.open(self._path, os.O_WRONLY | os.O_APPEND | flags, 0o600), "wb", 0
+                os.open(self.path, os.O_WRONLY | os.O_APPEND | flags, 0o600), "wb", 0
             ) as file:
                 # Nothing after a part of a frame would be read.
                 if file.write(frame) < len(frame):
@@ -94,14 +95,14 @@ class StreamFile:
 
     def sync(self) -> None:
         """Waits until what was written is on the disk."""
-        for path in (self._path, self._path.parent):
+        for path in (self.path, self.path.parent):
             with suppress(OSError), open(os.open(path, os.O_RDONLY)) as file:
                 os.fsync(file.fileno())
 
     def remove(self) -> None:
-        self._is_kept = False
+        self.is_kept = False
         with suppress(OSError):
-            self._path.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
 
 
 class StreamJournal:

@@ -11,6 +11,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -173,24 +174,18 @@ class StreamWriter:
                 self._exchange.release()
 
 
+@dataclass
 class StreamPublisher:
     """Writes resumable streams, and makes the responses that read them. `journal` keeps them for a
     later server of the same `model`, which says all that an answer depends on besides its request.
     """
 
-    def __init__(
-        self,
-        store: StreamStore,
-        keep_alive: float,
-        journal: StreamJournal | None = None,
-        model: Callable[[], str] = lambda: "",
-    ) -> None:
-        self.store = store
-        self.keep_alive = keep_alive
-        self._model = model
-        self._journal = journal
-        self._restored: list[tuple[Asked, StreamWriter]] = []
-        """Streams of an earlier server that have not ended."""
+    store: StreamStore
+    keep_alive: float
+    journal: StreamJournal | None = None
+    model: Callable[[], str] = lambda: ""
+    restored: list[tuple[Asked, StreamWriter]] = field(default_factory=list)
+    """Streams of an earlier server that have not ended."""
 
     def publish(self, http: HttpRequest, source: ReplyEvents) -> Response:
         """Writes the events of `source` into a stream as they come, and returns the first response
@@ -215,7 +210,7 @@ class StreamPublisher:
         scores are no part of the tokens.
         """
         submits, reservation = reply.streams.submits, reply.streams.reservation
-        if self._journal is None or submits[0].score_prompt:
+        if self.journal is None or submits[0].score_prompt:
             return None
         exchange = exchange_of(http)
         asked = Asked(
@@ -230,34 +225,34 @@ class StreamPublisher:
             headers=[pair for pair in http.headers.raw if pair[0] in KEPT_HEADERS],
             body=body,
             submits=[*submits],
-            model=self._model(),
+            model=self.model(),
             is_named=reply.form.named,
             last=reply.last,
         )
-        return self._journal.open(asked)
+        return self.journal.open(asked)
 
     def restore(self, door: FrontDoor) -> None:
         """Opens the streams of an earlier server, so that their readers find them."""
-        if self._journal is None:
+        if self.journal is None:
             return
-        for asked, parts, file in self._journal.read():
+        for asked, parts, file in self.journal.read():
             writer = StreamWriter(self.store, asked.caller, asked.client, asked.stream_id)
             writer.restore(asked, parts, door.table.dialect(asked.path), file)
             if not writer.buffer.ended:
-                self._restored.append((asked, writer))
-        if self._restored:
-            log.info("%d streams of an earlier server are to go on", len(self._restored))
+                self.restored.append((asked, writer))
+        if self.restored:
+            log.info("%d streams of an earlier server are to go on", len(self.restored))
 
     async def go_on(self, door: FrontDoor) -> None:
         """Asks again for what the streams of an earlier server were asked for, once the engine is
         ready.
         """
         # While it drains they are left to the next server.
-        while self._restored and not door.client.admission.draining:
-            asked, writer = self._restored.pop(0)
+        while self.restored and not door.client.admission.draining:
+            asked, writer = self.restored.pop(0)
             if writer.buffer.ended:
                 continue
-            if asked.model != self._model():
+            if asked.model != self.model():
                 writer.fail("it was begun by another model, or another version of the server")
                 continue
             try:
@@ -265,8 +260,8 @@ class StreamPublisher:
             except Exception:  # Which the application has logged.
                 status = 500
             if status in (429, 503):  # It is as full as it was; the others are not kept waiting.
-                self._restored.append((asked, writer))
-                await asyncio.sleep(REPEAT_SECONDS / len(self._restored))
+                self.restored.append((asked, writer))
+                await asyncio.sleep(REPEAT_SECONDS / len(self.restored))
             elif status != 204:
                 writer.fail(f"the request was refused with status {status}")
 
@@ -332,20 +327,20 @@ async def _repeat(door: FrontDoor, asked: Asked, writer: StreamWriter) -> int:
     return status
 
 
+@dataclass(slots=True)
 class ReaderEvents:
     """The events that one connection reads from a buffer."""
 
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-        self.ended = False
+    reader: Reader
+    ended: bool = False
 
     def listen(self, wake: Wake) -> None:
-        self._reader.wake = wake
+        self.reader.wake = wake
 
     def take(self) -> list[bytes]:
         if self.ended:
             return []
-        reader = self._reader
+        reader = self.reader
         gap, events = reader.take(sse.MAX_EVENTS_PER_WRITE)
         self.ended = reader.superseded or reader.finished
         return [
@@ -355,11 +350,11 @@ class ReaderEvents:
         ]
 
 
+@dataclass(slots=True)
 class StreamRoutes:
     """Handlers of /v1/streams/{id}."""
 
-    def __init__(self, publisher: StreamPublisher) -> None:
-        self.publisher = publisher
+    publisher: StreamPublisher
 
     def routes(self) -> list[Route]:
         path = "/v1/streams/{stream_id}"

@@ -146,7 +146,7 @@ async def test_what_cannot_go_on_says_so(
     folder = _copy(tmp_path / "0", tmp_path / "1", random.Random(1), 10**6)
     second = await _server(tokenizer_folder, folder, DIGESTS if change == "model" else DIGESTS[1:])
     if change == "model":
-        second.publisher._model = lambda: "another"
+        second.publisher.model = lambda: "another"
     await second.publisher.go_on(second.app)
     (buffer,) = second.publisher.store._streams.values()
     *_, (_, error), (_, last) = buffer.after(0, 100)[1]
