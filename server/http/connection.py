@@ -12,7 +12,7 @@ import secrets
 import socket
 import time
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import httptools
 import msgspec
@@ -25,14 +25,8 @@ from uvicorn.protocols.http.httptools_impl import (
 from server.child_process import allow_files
 from server.errors import ResourceError
 from server.http.exchange import exchange_of
+from server.http.front import SAFETY_HEADERS, FrontDoor
 
-SAFETY_HEADERS = {
-    "cache-control": "no-store",
-    "x-content-type-options": "nosniff",
-    "x-frame-options": "DENY",
-    "referrer-policy": "no-referrer",
-}
-"""Headers of every response that does not set them itself."""
 HEAD_SECONDS, BODY_SECONDS = 10.0, 30.0
 """Time in which the head and the body of a request have to arrive."""
 WRITE_SECONDS = 30.0
@@ -64,28 +58,11 @@ class _Refused(Exception):
     """Raised in callbacks of httptools, which re-raises it as HttpParserError."""
 
 
-class Door(Protocol):
-    """The outermost application layer (front.FrontDoor) as a connection calls it. `scope` is the
-    ASGI scope of a request. No method blocks.
-    """
-
-    def decide(self, scope: Any, /) -> bool:
-        """Admits or refuses the request before its body is read. Returns whether the application
-        will process it; False if it only sends a refusal.
-        """
-
-    def is_probe(self, path: str, /) -> bool:
-        """Whether the path is that of a probe."""
-
-    def on_incomplete_body(self, scope: Any, /) -> None:
-        """Called for an admitted request whose body has not been received completely."""
-
-
 class Connection(HttpToolsProtocol):
     """One client connection. `connection_class` sets the class attributes."""
 
     max_connections: int
-    door: Door
+    door: FrontDoor
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -365,7 +342,7 @@ def _delimit_by_close(cycle: RequestResponseCycle) -> None:
     cycle.send = send_unframed  # type: ignore[method-assign]
 
 
-def connection_class(most: int, front: Door) -> type[Connection]:
+def connection_class(most: int, front: FrontDoor) -> type[Connection]:
     """A protocol class for at most `most` connections, and this application layer."""
 
     class Limited(Connection):

@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -23,8 +24,7 @@ from server.generation.engine_client import EngineClient
 from server.generation.generation import Generation
 from server.generation.request import speeds
 from server.http.client_address import client_address, client_group
-from server.http.connection import SAFETY_HEADERS
-from server.http.exchange import CLIENT_GONE, NO_CALLER, Exchange, exchange_of
+from server.http.exchange import CLIENT_GONE, Exchange, exchange_of
 from server.http.hosts import AllowedHosts
 from server.http.keys import UNNAMED, Keys
 from server.http.routes import Access, Route, RouteTable
@@ -34,6 +34,13 @@ from server.logs import request_id as current_request_id
 
 access = logging.getLogger("onehead.access")
 
+SAFETY_HEADERS = {
+    "cache-control": "no-store",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+}
+"""Headers of every response that does not set them itself."""
 RAW_SAFETY_HEADERS = tuple(
     (name.encode(), value.encode()) for name, value in SAFETY_HEADERS.items()
 )
@@ -54,7 +61,7 @@ class FrontDoor:
         section: ServerSection,
         keys: Keys,
         hosts: AllowedHosts,
-        tracing: Tracing | None = None,
+        tracing: Tracing | None,
     ) -> None:
         self.app = app
         self.table = table
@@ -89,7 +96,7 @@ class FrontDoor:
                 exchange.release()
             response.log(self.table.find(scope["path"], scope["method"]))
 
-    def decide(self, scope: Scope) -> bool:
+    def decide(self, scope: Any) -> bool:
         """Decides, once for each request, whether the application processes it; if not, sets
         `Exchange.error`. Does not block.
 
@@ -131,7 +138,7 @@ class FrontDoor:
         route = self.table.find(path.removeprefix(self._root_path))
         return route is not None and route.probe
 
-    def on_incomplete_body(self, scope: Scope) -> None:
+    def on_incomplete_body(self, scope: Any) -> None:
         """Stops counting an admitted request as open: a client that sends its body slowly must not
         take others' capacity.
         """
@@ -154,7 +161,6 @@ class FrontDoor:
         """Sets the caller to the digest of the request's key, if the route needs one, and who the
         client is. Raises Unauthorized.
         """
-        exchange.caller = NO_CALLER
         exchange.address = client_address(scope, self._trusted_proxies)
         exchange.client = client_group(exchange.address)
         keys = self.keys(route)
