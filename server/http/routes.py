@@ -58,12 +58,10 @@ class RouteTable:
 
     def __init__(self, routes: Iterable[Route]) -> None:
         self.routes = tuple(routes)
-        literal = [route for route in self.routes if "{" not in route.path]
-        self._literal = {route.path: route for route in reversed(literal)}
-        self._by_method = {
+        self._literal = {
             (method, route.path): route
-            for route in literal
-            for method in (*route.methods, *route.head * ("HEAD",))
+            for route in reversed(self.routes)
+            for method in ("", *route.methods, *route.head * ("HEAD",))
         }
         self._patterns = [
             (compile_path(route.path)[0], route) for route in self.routes if "{" in route.path
@@ -73,7 +71,8 @@ class RouteTable:
         """The route of a path and a method; for a method that the path does not take, its first
         route; None if there is none.
         """
-        if (route := self._by_method.get((method, path)) or self._literal.get(path)) is not None:
+        route = self._literal.get((method, path)) or self._literal.get(("", path))
+        if route is not None:
             return route
         return next((route for pattern, route in self._patterns if pattern.match(path)), None)
 
