@@ -32,7 +32,7 @@ class ModelNames:
         """
         names = {*listed, *named, *(PurePath(name).name for name in named)}
         bare = {name.removesuffix(TAG) for name in names}
-        others = ALWAYS.union(named, names, bare, (name + TAG for name in bare))
+        others = ALWAYS.union(bare, (name + TAG for name in bare))
         return cls(tuple(dict.fromkeys(listed)), others)
 
     @property
