@@ -65,9 +65,8 @@ Integer = Annotated[int, INTEGRAL]
 Count = Annotated[int, Field(ge=0, lt=2**31), INTEGRAL]
 Positive = Annotated[int, Field(ge=1, lt=2**31), INTEGRAL]
 Limit = Annotated[int, Field(ge=-1, lt=2**31), INTEGRAL]
-"""A largest number of tokens; -1: as many as the context holds."""
+"""A largest number of tokens; -1: as many as there are room for, or to choose from."""
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TopK = Annotated[int, Field(ge=-1, lt=2**31), INTEGRAL]
 TopP = Annotated[float, Field(gt=0, le=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=10)]
@@ -260,7 +259,7 @@ SETTINGS = {
 class SamplingBody(Body):
     """Sampling parameters of both dialects, but `temperature`, whose bounds and defaults differ."""
 
-    top_k: TopK | None = None
+    top_k: Limit | None = None
     """Sample from this many most likely tokens only; at most the size of the vocabulary. 0 and -1:
     from all. Default: all."""
     top_p: TopP | None = None

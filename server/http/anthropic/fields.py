@@ -226,7 +226,7 @@ class MessagesBody(CountBody):
     """Texts that end the output, up to 16. Default: none."""
     temperature: float | None = Field(default=None, ge=0, le=2)
     """As on /v1/chat/completions."""
-    top_k: fields.TopK | None = None
+    top_k: fields.Limit | None = None
     """As on /v1/chat/completions."""
     top_p: fields.TopP | None = None
     """As on /v1/chat/completions."""

@@ -66,7 +66,7 @@ class LlamaCppBody(SlotFields, SamplingBody, DeliveryBody):
     temperature: float | None = Field(default=None, ge=0, le=2)
     """Divides the logits before sampling. 0: always the most likely token (greedy). Default:
     0.8."""
-    top_k: fields.TopK | None = None
+    top_k: fields.Limit | None = None
     """Sample from this many most likely tokens only; at most the size of the vocabulary. 0 and -1:
     from all. Default: 40."""
     top_p: fields.TopP | None = None
