@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import msgspec
+
 from server.generation.stream import Piece
 
 Change = tuple[Literal["begin", "add", "end"], int, "Part", str]
@@ -29,10 +31,14 @@ class Part:
         except ValueError:
             return {}
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the arguments of a call are not cut."""
-        return self.arguments != {} or self.text.strip() == "{}"
+
+def is_whole(arguments: str) -> bool:
+    """Whether the arguments of a call are not cut, as a limit or a stop token may do."""
+    try:
+        msgspec.json.decode(arguments, type=msgspec.Raw)
+    except msgspec.DecodeError:
+        return False
+    return True
 
 
 class Parts:

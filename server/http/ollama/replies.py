@@ -15,7 +15,7 @@ from server.http.answer import Output, OutputToken, Reply, token_entries
 from server.http.ollama.fields import ChatBody, GenerateBody
 from server.http.openai.chat import ChatReply
 from server.http.openai.completions import CompletionReply
-from server.http.parts import Part, Parts
+from server.http.parts import Part, Parts, is_whole
 
 NANOSECONDS = 10**9
 
@@ -107,7 +107,7 @@ class OllamaReply(Reply):
         num_before = sum(part.kind == "call" for part in self.parts.all[: self.num_told])
         self.num_told = max(self.num_told, end)
         numbered = [*enumerate(calls)][num_before:]
-        return [self._call(index, part) for index, part in numbered if part.is_whole]
+        return [self._call(index, part) for index, part in numbered if is_whole(part.text)]
 
     def _call(self, index: int, part: Part) -> dict[str, Any]:
         function = {"index": index, "name": part.name, "arguments": part.arguments}
