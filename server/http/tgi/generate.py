@@ -52,7 +52,7 @@ class TgiRoutes(Handlers):
         One JSON object, or server-sent events with `"stream": true`.
         """
         body = await self._body(http)
-        return await self._answer(http, body, stream=bool(body.stream))
+        return await self._answer(http, body)
 
     async def generate_stream(self, http: HttpRequest) -> Response:
         """Generate text for a prompt, as server-sent events.
@@ -63,7 +63,8 @@ class TgiRoutes(Handlers):
         if body.stream is False:
             with tgi_error_prefix():
                 raise InvalidRequest("`stream` cannot be false on /generate_stream; use /generate")
-        return await self._answer(http, body, stream=True)
+        body.stream = True
+        return await self._answer(http, body)
 
     async def root(self, http: HttpRequest) -> Response:
         """Generate text for a prompt, as a list of one object.
@@ -71,7 +72,7 @@ class TgiRoutes(Handlers):
         As /generate, but the text begins with the prompt unless `return_full_text` is false.
         """
         body = await self._body(http)
-        return await self._answer(http, body, stream=bool(body.stream), is_root=True)
+        return await self._answer(http, body, is_root=True)
 
     async def info(self) -> Response:
         """Show the served model and the limits of requests."""
@@ -110,9 +111,9 @@ class TgiRoutes(Handlers):
             return await self.read(http, GenerateBody)
 
     async def _answer(
-        self, http: HttpRequest, body: GenerateBody, stream: bool, is_root: bool = False
+        self, http: HttpRequest, body: GenerateBody, is_root: bool = False
     ) -> Response:
-        arrival = time.monotonic()
+        arrival, stream = time.monotonic(), bool(body.stream)
         # TGI's quirk: without `parameters` a request samples, with empty ones it is greedy.
         parameters = body.parameters or Parameters(do_sample=True)
         with tgi_error_prefix():
