@@ -71,9 +71,9 @@ def describe(app: FastAPI, door: FrontDoor) -> dict[str, Any]:
     )
     described, paths, components = app.openapi(), stated.pop("paths"), stated["components"]
     components["responses"] |= _errors(stated.pop("errors"), stated.pop("retry_headers"))
-    known = dict.fromkeys(route.body for route in door.table.routes if route.body)
     _, bodies = models_json_schema(
-        [(body, "validation") for body in known], ref_template="#/components/schemas/{model}"
+        [(route.body, "validation") for route in door.table.routes if route.body],
+        ref_template="#/components/schemas/{model}",
     )
     components["schemas"] |= bodies["$defs"]
     for path, operations in described["paths"].items():
