@@ -49,6 +49,7 @@ class Exchange:
     received: float = field(default_factory=time.monotonic)
     """Monotonic time when the request's head had been read."""
     request_id: str = ""
+    """Empty until it has been decided on the request (FrontDoor.decide)."""
     dialect: Dialect = TGI
     caller: str = NO_CALLER
     """SHA-256 digest of the request's API key: requests of one caller share cached prefixes and can
@@ -81,8 +82,6 @@ class Exchange:
     """The status that the connection sent in place of the application, for the access log."""
     chunks: Chunks | None = None
     """What writes parts of the body at once; None where the connection has no such way."""
-    decided: bool = False
-    """Whether FrontDoor.decide has been called."""
 
     def release(self) -> None:
         """Ends the reservation, if there is one, and the request's trace. Idempotent."""

@@ -78,7 +78,7 @@ class FrontDoor:
             await self.app(scope, receive, send)
             return
         exchange = exchange_of(scope)
-        if not exchange.decided:
+        if not exchange.request_id:
             self.decide(scope)
         current_request_id.set(exchange.request_id)
         response = LoggedResponse(scope, exchange, send, self.client)
@@ -104,7 +104,6 @@ class FrontDoor:
         admission, with the request's Idempotency-Key.
         """
         exchange = exchange_of(scope)
-        exchange.decided = True
         if self._root_path and f"{scope['path']}/".startswith(f"{self._root_path}/"):
             scope["path"] = scope["path"].removeprefix(self._root_path) or "/"
         path = scope["path"]

@@ -298,7 +298,7 @@ async def _repeat(door: FrontDoor, asked: Asked, writer: StreamWriter) -> int:
         "server": None,
     }
     exchange = exchange_of(scope)
-    exchange.decided, exchange.stream = True, writer
+    exchange.stream = writer
     exchange.dialect = door.table.dialect(asked.path)
     exchange.request_id, exchange.caller = asked.request_id, asked.caller
     terms = EVERYBODY if door.api_keys.terms is None else door.api_keys.terms.get(asked.caller)
