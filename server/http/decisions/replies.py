@@ -174,10 +174,10 @@ class DecisionReply(Reply):
                 "id": f"decision-{reservation.reply_id}",
                 "object": "structured_decision",
                 "created": reservation.created,
-            }
-            head["diagnostics"] = {
-                id: {"label_mass": mass, "argmax_is_label": is_label}
-                for id, (*_, mass, is_label) in zip(answers, reads, strict=True)
+                "diagnostics": {
+                    id: {"label_mass": mass, "argmax_is_label": is_label}
+                    for id, (*_, mass, is_label) in zip(answers, reads, strict=True)
+                },
             }
         return head | {"answers": answers, "model": self.model_id, "usage": usage}
 
@@ -188,11 +188,14 @@ def _check_size(
     """Raises InvalidRequest for a prompt that is too long, and for too many of them. `field`: what
     the questions are about.
     """
-    longest = max(
-        len(own) + len(max(of.next, key=len))
-        for own, of in zip(asked.questions, labels, strict=True)
+    most = (
+        len(asked.state)
+        + len(asked.end)
+        + max(
+            len(own) + len(max(of.next, key=len))
+            for own, of in zip(asked.questions, labels, strict=True)
+        )
     )
-    most = len(asked.state) + longest + len(asked.end)
     if most >= max_total_tokens:
         raise InvalidRequest(
             f"`{field}` and a question together must have less than {max_total_tokens} tokens. "
