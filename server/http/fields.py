@@ -26,6 +26,7 @@ MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_KEYS = 2048
 Value = TypeVar("Value")
+Part = TypeVar("Part")
 ANY_JSON = object()
 """Marks fields that take any JSON value. server.http.body bounds them with the whole body: its
 bytes, depth, values and containers."""
@@ -174,6 +175,10 @@ def in_list(value: Any) -> Any:
 def as_parts(value: Any) -> Any:
     """A text as a list of one part."""
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+Parts = Annotated[list[Part], Field(max_length=1024, fail_fast=True), BeforeValidator(as_parts)]
+"""Parts of a kind; a text is a list of one."""
 
 
 def check_logit_bias(bias: dict[str, float] | None, name: str) -> None:

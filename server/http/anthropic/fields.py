@@ -2,9 +2,9 @@
 
 from collections.abc import Container, Iterator
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from server.http import fields
 from server.http.body import check
@@ -27,12 +27,6 @@ class TextBlock(Body):
     """Accepted: the prefix cache needs no marks."""
 
 
-TextBlocks = Annotated[
-    Annotated[list[TextBlock], Field(max_length=1024, fail_fast=True)],
-    BeforeValidator(fields.as_parts, fields.Text | list[TextBlock]),
-]
-
-
 class ResultBlock(fields.ResultPart):
     """A block of a tool's result."""
 
@@ -40,12 +34,6 @@ class ResultBlock(fields.ResultPart):
     """Accepted: the model reads text alone."""
     cache_control: fields.Json = None
     """Accepted: the prefix cache needs no marks."""
-
-
-ResultBlocks = Annotated[
-    Annotated[list[ResultBlock], Field(max_length=1024, fail_fast=True)],
-    BeforeValidator(fields.as_parts, fields.Text | list[ResultBlock]),
-]
 
 
 class Block(Body):
@@ -65,7 +53,7 @@ class Block(Body):
     """The tool's arguments."""
     tool_use_id: fields.Name = ""
     """Of a result, the id of the tool's use."""
-    content: ResultBlocks | None = None
+    content: fields.Parts[ResultBlock] | None = None
     """The result, a text or blocks."""
     is_error: bool | None = None
     """Whether the result is an error, which the model is told by the word before it."""
@@ -77,19 +65,13 @@ class Block(Body):
     """Accepted: the prefix cache needs no marks."""
 
 
-Blocks = Annotated[
-    Annotated[list[Block], Field(max_length=1024, fail_fast=True)],
-    BeforeValidator(fields.as_parts, fields.Text | list[Block]),
-]
-
-
 class Message(Body):
     """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
     """The author of the message. A system's within the conversation is written as the user's, where
     it stands, since few chat templates take one there."""
-    content: Blocks
+    content: fields.Parts[Block]
     """A text, or blocks."""
 
 
@@ -150,7 +132,7 @@ class CountBody(Named):
     messages: list[Message] = Field(min_length=1, max_length=1024, fail_fast=True)
     """The conversation, oldest message first. The answer continues a last one of the assistant's.
     1 to 1024 messages."""
-    system: TextBlocks | None = None
+    system: fields.Parts[TextBlock] | None = None
     """A system message. Default: none."""
     tools: list[Tool] | None = Field(default=None, max_length=128, fail_fast=True)
     """Tools that the model may use. Up to 128. Default: none."""

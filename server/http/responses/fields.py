@@ -39,12 +39,6 @@ class ItemPart(Body):
         return self.text or self.refusal
 
 
-ItemParts = Annotated[
-    Annotated[list[ItemPart], Field(max_length=1024, fail_fast=True)],
-    BeforeValidator(fields.as_parts, fields.Text | list[ItemPart]),
-]
-
-
 class OutputPart(fields.ResultPart):
     """A part of a function's output."""
 
@@ -60,12 +54,6 @@ class OutputPart(fields.ResultPart):
     """Accepted: the model reads text alone."""
 
 
-OutputParts = Annotated[
-    Annotated[list[OutputPart], Field(max_length=1024, fail_fast=True)],
-    BeforeValidator(fields.as_parts, fields.Text | list[OutputPart]),
-]
-
-
 class Item(Body):
     """An item of a conversation: a message, a call of a function, its output, or a thought."""
 
@@ -73,7 +61,7 @@ class Item(Body):
     """The kind of item."""
     role: Literal["system", "developer", "user", "assistant"] = "user"
     """The author of a message."""
-    content: ItemParts | None = None
+    content: fields.Parts[ItemPart] | None = None
     """The text of a message, or parts of text. Images and files are not supported."""
     call_id: fields.Name = ""
     """The id of a call, which its output repeats."""
@@ -83,7 +71,7 @@ class Item(Body):
     """That of the function."""
     arguments: fields.Text = ""
     """The function's arguments, JSON text."""
-    output: OutputParts | None = None
+    output: fields.Parts[OutputPart] | None = None
     """What the function returned."""
     id: fields.Json = None
     """Accepted: nothing is stored."""
