@@ -93,23 +93,24 @@ Items = Annotated[
 ]
 
 
-class Function(Body):
+class Typed(Body):
+    """What has a type, which is the first field where a response repeats it."""
+
+    type: str
+
+
+class Function(chat_fields.Function, Typed):
     """A function that the model may call."""
 
     type: Literal["function"] = "function"
     """The kind of tool."""
-    name: FunctionName
-    """The function's name."""
-    description: fields.Text = ""
-    """What it does, for the model."""
-    parameters: fields.JsonObject = Field(default={"type": "object", "properties": {}})
-    """The JSON Schema of its arguments, which calls follow."""
-    strict: bool | None = None
-    """Accepted: calls always follow the schema."""
 
 
-class Tool(Body):
-    """A function, a namespace of functions, or a search of the web."""
+class Tool(chat_fields.Function, Typed):
+    """A function, a namespace of functions, or a search of the web. `description`: what a function
+    does; or what those of a namespace are for, which the model reads before the first one's
+    description.
+    """
 
     type: Literal["function", "namespace", "web_search"]
     """The kind of tool. A search by OpenAI's host, which some clients offer unasked, is left out
@@ -117,13 +118,6 @@ class Tool(Body):
     name: FunctionName = ""
     """The name of the function or the namespace. The model knows a function of a namespace as
     `NAMESPACE.NAME`."""
-    description: fields.Text = ""
-    """What a function does; or what those of a namespace are for, which the model reads before the
-    first one's description."""
-    parameters: fields.JsonObject = Field(default={"type": "object", "properties": {}})
-    """The JSON Schema of a function's arguments, which calls follow."""
-    strict: bool | None = None
-    """Accepted: calls always follow the schema."""
     tools: list[Function] = Field(default=[], max_length=128, fail_fast=True)
     """The functions of a namespace. 1 to 128."""
 
