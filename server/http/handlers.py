@@ -59,6 +59,7 @@ class Answers(JsonAnswers):
         """
         exchange, streams, keep_alive = exchange_of(http), reply.streams, self.publisher.keep_alive
         source = ReplyEvents(reply, exchange.dialect)
+        exchange.ignored += streams.choices[0].request.ignored
         try:
             if resumable:
                 return self.publisher.publish(http, source)
@@ -125,9 +126,7 @@ class Handlers:
         body = await self.read(http, schema)
         resumable = resumes(http, bool(body.stream), body.resumable)
         self.check_model(body, http)
-        exchange = exchange_of(http)
-        reply = await open(self.generation, body, self.names.shown, exchange.reserved)
-        exchange.ignored += reply.streams.choices[0].request.ignored
+        reply = await open(self.generation, body, self.names.shown, exchange_of(http).reserved)
         return await self.answers.answer(http, reply, bool(body.stream), resumable)
 
     async def embedded(self, http: HttpRequest, given: Sequence[Given], **asked: Any) -> Embedded:

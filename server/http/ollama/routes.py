@@ -96,13 +96,12 @@ class OllamaRoutes(Handlers):
     async def _generated(
         self, http: HttpRequest, schema: type[GenerateBody] | type[ChatBody]
     ) -> Response:
-        body, exchange = await self.read(http, schema), exchange_of(http)
+        body = await self.read(http, schema)
         name, stream = self._name(body.model), body.stream is not False
         if body.is_empty:
             return _answered([empty_answer(body, name)], stream)
         check_abilities(self.generation, body, name)
-        reply = await OllamaReply.open(self.generation, body, name, exchange.reserved)
-        exchange.ignored += reply.streams.choices[0].request.ignored
+        reply = await OllamaReply.open(self.generation, body, name, exchange_of(http).reserved)
         return await self.answers.answer(http, reply, stream)
 
     async def read(self, http: HttpRequest, schema: type[ReadBody]) -> ReadBody:
