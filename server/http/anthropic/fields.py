@@ -140,7 +140,7 @@ class CountBody(Named):
     """Default: the model decides."""
     thinking: Thinking | None = None
     """Default: as the chat template has it."""
-    output_config: OutputConfig | None = None
+    output_config: OutputConfig = OutputConfig()
     """Default: text of any form."""
     output_format: OutputFormat | None = None
     """The older name of `output_config.format`."""
@@ -191,9 +191,8 @@ class CountBody(Named):
         if self.thinking is not None:
             on = self.thinking.type != "disabled"
             value["chat_template_kwargs"] = {"enable_thinking": on}
-        config = self.output_config or OutputConfig()
-        value["reasoning_effort"] = config.effort
-        if (format := config.format or self.output_format) is not None:
+        value["reasoning_effort"] = self.output_config.effort
+        if (format := self.output_config.format or self.output_format) is not None:
             schema = {"name": "output", "schema": format.schema_}
             value["response_format"] = {"type": "json_schema", "json_schema": schema}
         return value

@@ -55,7 +55,7 @@ class OllamaBody(Named):
     """Whether the answer comes in lines of JSON, as the text is generated. Default: true."""
     format: fields.Json = None
     """A constraint on the output: `json`, or a JSON Schema. Not with `tools`. Default: none."""
-    options: Options | None = None
+    options: Options = Options()
     """Sampling parameters."""
     think: fields.Json = None
     """Whether the model thinks before it answers, or how much: low, medium, high or max. Default:
@@ -81,11 +81,6 @@ class OllamaBody(Named):
         return self
 
     @property
-    def is_empty(self) -> bool:
-        """Whether it asks for nothing but to have the model loaded."""
-        raise NotImplementedError
-
-    @property
     def source(self) -> Source | None:
         """The constraint on the output. Raises InvalidRequest for a format that there is not."""
         if self.format in (None, ""):
@@ -103,8 +98,9 @@ class OllamaBody(Named):
         most = generation.ready.vocab_size
         values = DEFAULTS | {"top_k": min(DEFAULTS["top_k"], most)}
         values |= generation.codec.files.sampling_defaults
-        given = self.options or Options()
-        values |= given.model_dump(exclude_none=True, exclude={"num_predict", "mirostat", "tfs_z"})
+        values |= self.options.model_dump(
+            exclude_none=True, exclude={"num_predict", "mirostat", "tfs_z"}
+        )
         return values
 
     def thinking(self) -> dict[str, Any]:
@@ -142,6 +138,7 @@ class GenerateBody(OllamaBody):
 
     @property
     def is_empty(self) -> bool:
+        """Whether it asks for nothing but to have the model loaded."""
         return not (self.prompt or self.suffix)
 
     def is_chat(self, generation: Generation) -> bool:
@@ -152,8 +149,8 @@ class GenerateBody(OllamaBody):
         """The same request to /v1/chat/completions. Raises InvalidRequest."""
         roles = {"system": self.system, "user": self.prompt}
         messages = [{"role": role, "content": text} for role, text in roles.items() if text]
-        values = self.sampled(generation) | self.thinking() | {"messages": messages}
-        return check(values, chat_fields.ChatBody)[0]
+        given = {"messages": messages}
+        return check(self.sampled(generation) | self.thinking() | given, chat_fields.ChatBody)[0]
 
     def as_completion(self, generation: Generation) -> CompletionBody:
         """The same request to /v1/completions. Raises InvalidRequest."""
@@ -174,24 +171,16 @@ class Message(Body):
     """The author of the message."""
     content: fields.Text = ""
     """The text."""
-    thinking: fields.Text | None = None
+    thinking: fields.Text | None = Field(default=None, serialization_alias="reasoning_content")
     """The thought of an assistant's message."""
     tool_calls: list[ToolCall] | None = Field(default=None, max_length=128, fail_fast=True)
     """The calls of an assistant's message; their `arguments` are objects."""
-    tool_name: fields.Name | None = None
+    tool_name: fields.Name | None = Field(default=None, serialization_alias="name")
     """Of a `tool`'s message the function's name."""
     tool_call_id: fields.Name | None = None
     """Of a `tool`'s message the id of the call."""
     images: fields.Unsupported = None
     """Images are not supported."""
-
-    def in_openai(self) -> dict[str, Any]:
-        """The message in OpenAI's dialect."""
-        value = self.model_dump(exclude_none=True)
-        for theirs, ours in (("thinking", "reasoning_content"), ("tool_name", "name")):
-            if theirs in value:
-                value[ours] = value.pop(theirs)
-        return value
 
 
 class ChatBody(OllamaBody):
@@ -210,6 +199,7 @@ class ChatBody(OllamaBody):
 
     @property
     def is_empty(self) -> bool:
+        """Whether it asks for nothing but to have the model loaded."""
         return not self.messages
 
     def is_chat(self, generation: Generation) -> bool:
@@ -217,10 +207,8 @@ class ChatBody(OllamaBody):
 
     def as_chat(self, generation: Generation) -> chat_fields.ChatBody:
         """The same request to /v1/chat/completions. Raises InvalidRequest."""
-        values = self.sampled(generation) | self.thinking()
-        values["messages"] = [message.in_openai() for message in self.messages]
-        values["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
-        return check(values, chat_fields.ChatBody)[0]
+        given = self.model_dump(include={"messages", "tools"}, exclude_none=True, by_alias=True)
+        return check(self.sampled(generation) | self.thinking() | given, chat_fields.ChatBody)[0]
 
 
 class ShowBody(Named):

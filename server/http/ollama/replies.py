@@ -42,10 +42,8 @@ async def request_of(generation: Generation, body: GenerateBody | ChatBody, clie
         request = replace(request, prompt=body.context + request.prompt)
     if source := body.source:
         request = replace(request, grammar=await generation.texts.grammar(source, client))
-    most = (body.options.num_predict if body.options else None) or -1
-    request = generation.within_context(request, max(most, -1))
-    num_top = (body.top_logprobs or 0) if body.logprobs else 0
-    return replace(request, num_top=num_top, ignored=[*ignored, *request.ignored])
+    request = generation.within_context(request, max(body.options.num_predict or -1, -1))
+    return replace(request, num_top=body.top_logprobs or 0, ignored=[*ignored, *request.ignored])
 
 
 class OllamaReply(Reply):

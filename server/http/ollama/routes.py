@@ -202,8 +202,8 @@ class OllamaRoutes(Handlers):
         """Pull the model that is served, which is there already."""
         body = await self.read(http, PullBody)
         self._name(body.model or body.name)
-        steps = ["pulling manifest", "success"] if body.stream is not False else ["success"]
-        return _answered([{"status": step} for step in steps], body.stream is not False)
+        steps = [{"status": step} for step in ("pulling manifest", "success")]
+        return _answered(steps, body.stream is not False)
 
     async def embed(self, http: HttpRequest) -> Response:
         """Embed texts."""
@@ -240,7 +240,7 @@ class OllamaRoutes(Handlers):
 
 
 def _answered(objects: list[dict[str, Any]], stream: bool) -> Response:
-    """Objects that need no generation."""
+    """Objects that need no generation; the last one alone where they are not streamed."""
     if not stream:
         return JSONResponse(objects[-1])
     lines = [sse.event(each, sse.LINES) for each in objects]

@@ -255,7 +255,7 @@ class ResponsesBody(Named):
     """As on /v1/chat/completions. Default: `auto`."""
     parallel_tool_calls: bool | None = None
     """Whether an answer may have several calls. Default: true."""
-    text: TextOptions | None = None
+    text: TextOptions = TextOptions()
     """How the text is written."""
     reasoning: Reasoning | None = None
     """How much the model thinks. Default: as the chat template has it."""
@@ -292,7 +292,6 @@ class ResponsesBody(Named):
         choice: Any = self.tool_choice
         if isinstance(choice, ChosenTools):
             choice = choice.in_chat()
-        options = self.text or TextOptions()
         logprobs = self.top_logprobs is not None or LOGPROBS in (self.include or ())
         value: dict[str, Any] = {
             "messages": [*chat_fields.joined(self._messages())],
@@ -307,7 +306,7 @@ class ResponsesBody(Named):
                 {"function": function} for tool in self.tools or () for function in tool.described
             ],
         }
-        if (format := options.format) is not None:
+        if (format := self.text.format) is not None:
             schema = {"name": format.name, "schema": format.schema_}
             wanted = {} if format.schema_ is None else {"json_schema": schema}
             value["response_format"] = {"type": format.type} | wanted
