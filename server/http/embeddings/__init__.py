@@ -15,7 +15,7 @@ from starlette.responses import Response
 from model.checkpoint.files import MOST_CONFIG_BYTES, read_object
 from server.errors import InvalidRequest
 from server.generation.embedding import Embedded, Given, Vector, cosine, normalised
-from server.generation.request import CLASSIFIES, EMBEDS
+from server.generation.request import CLASSIFIES
 from server.http.embeddings import fields
 from server.http.errors import OPENAI, TGI
 from server.http.handlers import Context, Handlers
@@ -110,7 +110,7 @@ class EmbeddingRoutes(Handlers):
                 "single label tells how relevant a document is"
             )
         if classes:
-            embedded = await self._embedded(http, texts, body, CLASSIFIES, body.query)
+            embedded = await self._embedded(http, texts, body, wanted=CLASSIFIES, query=body.query)
             scores = [_likely(classes, vector)[0] for vector in embedded.vectors]
         else:
             query = self._prompts.get("Reranking") or self._prompts.get("query", "")
@@ -137,7 +137,7 @@ class EmbeddingRoutes(Handlers):
         With the labels of the checkpoint, which must be one for classification.
         """
         body = await self.read_named(http, fields.ClassifyBody)
-        embedded = await self._embedded(http, body.input, body, CLASSIFIES)
+        embedded = await self._embedded(http, body.input, body, wanted=CLASSIFIES)
         classes = self.generation.ready.classes
         assert classes is not None, "it was asked for classes"
 
@@ -174,16 +174,11 @@ class EmbeddingRoutes(Handlers):
         http: HttpRequest,
         given: Sequence[Given],
         body: fields.NamedBody,
-        wanted: str = EMBEDS,
-        query: str | None = None,
+        **asked: Any,
     ) -> Embedded:
+        dimensions = body.dimensions if isinstance(body, fields.VectorBody) else None
         return await self.embedded(
-            http,
-            given,
-            wanted=wanted,
-            dimensions=body.dimensions if isinstance(body, fields.VectorBody) else None,
-            truncate=bool(body.truncate),
-            query=query,
+            http, given, dimensions=dimensions, truncate=bool(body.truncate), **asked
         )
 
     async def _answer(self, value: dict[str, Any], embedded: Embedded) -> Response:
@@ -196,11 +191,8 @@ def _likely(classes: Classes, logits: Vector) -> list[float]:
     """The probability of each label, or what a regression gives."""
     if classes.scores == "softmax":
         return _softmax(logits)
-    return [_sigmoid(x) for x in logits] if classes.scores == "sigmoid" else list(logits)
-
-
-def _sigmoid(x: float) -> float:
-    return 1.0 / (1.0 + exp(-x)) if x >= 0 else exp(x) / (1.0 + exp(x))
+    # The sigmoid of a number is the softmax of 0 and it.
+    return [_softmax((0.0, x))[1] for x in logits] if classes.scores == "sigmoid" else list(logits)
 
 
 def _softmax(logits: Sequence[float]) -> list[float]:
