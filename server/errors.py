@@ -29,12 +29,16 @@ do; that of a RequestError never contains prompt text, a path on the server or a
 MAX_LINE_CHARS = 2000
 
 
+def escaped(text: str) -> str:
+    """A text with what cannot be printed as Python writes it."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
 def one_line(error: BaseException) -> str:
     """A message as one printable line: what it quotes from a file may contain anything, and be of
     any length.
     """
-    text = str(error)[:MAX_LINE_CHARS]
-    line = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+    line = escaped(str(error)[:MAX_LINE_CHARS])
     return line if len(str(error)) <= MAX_LINE_CHARS else f"{line}..."
 
 
@@ -70,7 +74,7 @@ class ResourceError(OneheadError):
 
 
 class EngineGaveUp(OneheadError):
-    exit_code = 70
+    """The engine keeps crashing."""
 
 
 class RequestError(OneheadError):
@@ -164,7 +168,7 @@ class Overloaded(RequestError):
 
 
 class GenerationFailed(RequestError):
-    status, openai_status, tgi_type = 424, 500, "generation"
+    status, openai_status = 424, 500
 
 
 class Unavailable(RequestError):

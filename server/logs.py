@@ -14,6 +14,8 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
+from server.errors import escaped
+
 MAX_QUEUED_CHARS, LINE_OVERHEAD = 2**22, 100
 """Characters of the lines that wait to be written, and those that each counts for beside its
 own."""
@@ -75,7 +77,7 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         name = request_id.get()
         when = datetime.fromtimestamp(record.created, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3]
-        line = f"{when}Z {record.levelname} {record.name}: {_escaped(_message(record))}" + (
+        line = f"{when}Z {record.levelname} {record.name}: {escaped(_message(record))}" + (
             f" request={name}" if name else ""
         )
         return f"{line}\n{_trace(record)}" if record.exc_info else line
@@ -121,11 +123,7 @@ def _message(record: logging.LogRecord) -> str:
     )
 
 
-def _escaped(text: str) -> str:
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
-
-
 def _trace(record: logging.LogRecord) -> str:
     text = "".join(traceback.format_exception(*record.exc_info)).rstrip() if record.exc_info else ""
     lines = text[-MAX_TRACE_CHARS:].split("\n") if text else []
-    return "\n".join(f"  {_escaped(line)}" for line in lines)
+    return "\n".join(f"  {escaped(line)}" for line in lines)
