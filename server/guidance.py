@@ -2,8 +2,6 @@
 under the same limits.
 """
 
-from typing import Any
-
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 
@@ -26,14 +24,13 @@ def new_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     failures. Limits are in llguidance's units; a mask is computed by walking the vocabulary, so the
     limit of a step grows with the vocabulary.
     """
-    limits: dict[str, Any] = {
-        "initial_lexer_fuel": 200_000,
-        "step_lexer_fuel": 50_000 + tokenizer.vocab_size,
-        "step_max_items": 10_000,
-        "max_items_in_row": 500,
-        "max_lexer_states": 100_000,
-        "max_grammar_size": 100_000,
-    }
-    return LLMatcher(
-        tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False, **limits)
+    limits = LLParserLimits(
+        verbose_errors=False,
+        initial_lexer_fuel=200_000,
+        step_lexer_fuel=50_000 + tokenizer.vocab_size,
+        step_max_items=10_000,
+        max_items_in_row=500,
+        max_lexer_states=100_000,
+        max_grammar_size=100_000,
     )
+    return LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
