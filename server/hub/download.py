@@ -96,13 +96,13 @@ def resolve(
     if not weights:
         return folder
     # With cached weights nothing is saved: the caller checks then.
-    if check is not None and not _has_files(folder, WEIGHTS[:1]):
+    if check is not None and not _has_files(folder, WEIGHTS[0]):
         try:
             check(folder)
         except (ConfigurationError, CheckpointError) as error:
             raise ConfigurationError(f"{model}: {error}") from None
     folder = repository.fetch(SMALL_FILES + WEIGHTS)
-    if _has_files(folder, WEIGHTS[:1]):
+    if _has_files(folder, WEIGHTS[0]):
         return folder
     if not pickles:
         way_out = (
@@ -113,13 +113,13 @@ def resolve(
             f"{model}: has no weights in safetensors files, and others are not served; {way_out}"
         )
     folder = repository.fetch(SMALL_FILES + WEIGHTS + PICKLES)
-    if not _has_files(folder, PICKLES[:1]):
+    if not _has_files(folder, PICKLES[0]):
         raise ConfigurationError(f"{model}: has neither safetensors files nor a pytorch_model.bin")
     return folder
 
 
-def _has_files(folder: Path, patterns: list[str]) -> bool:
-    return any(path.is_file() for pattern in patterns for path in folder.glob(pattern))
+def _has_files(folder: Path, pattern: str) -> bool:
+    return any(path.is_file() for path in folder.glob(pattern))
 
 
 def model_id(folder: Path) -> str:
@@ -153,7 +153,7 @@ class Repository:
         names = self._names(folder)
         found = gguf_names([name for name in names if "/" not in name])
         if not found or any(
-            fnmatch(name, pattern) for name in names for pattern in WEIGHTS[:1] + PICKLES[:1]
+            fnmatch(name, pattern) for name in names for pattern in (WEIGHTS[0], PICKLES[0])
         ):
             return None
         if len(found) > 1:
@@ -200,13 +200,13 @@ class Repository:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import OfflineModeIsEnabled
 
-        patterns = {"allow_patterns": files, "ignore_patterns": ignored}
         get = partial(
             snapshot_download,
             self.name,
             revision=self.revision,
             etag_timeout=TIMEOUT_SECONDS,
-            **patterns,
+            allow_patterns=files,
+            ignore_patterns=ignored,
         )
         first = self._failure is None
         if self._failure is None:
@@ -233,10 +233,7 @@ class Repository:
 
         log.info("%s: looking it up on the Hugging Face hub", self.name)
         # The HTTP client logs all URLs, also signed ones that permit a download.
-        for client in (
-            "httpx",
-            "httpx2",
-        ):
+        for client in ("httpx", "httpx2"):
             logging.getLogger(client).setLevel(logging.WARNING)
         with _interruptible():
             # snapshot_download sends the same request, but without a timeout.

@@ -17,7 +17,6 @@ from model.checkpoint.gguf.header import MAX_LISTED, SUFFIX, gguf_in
 from server.config import cache_folder
 from server.errors import ConfigurationError, ResourceError
 
-GGUF_FILES = f"*{SUFFIX}"
 HINT = "what is made of GGUF files is cached in XDG_CACHE_HOME, or in ~/.cache"
 CONVERSION = "2"
 """Part of the folder's name: to be raised with every change of what the conversion makes or
@@ -66,7 +65,7 @@ def _gguf_file(model: Path) -> Path | None:
         return gguf_in(model)
     if model.suffix == SUFFIX and not os.path.lexists(model):
         here = model.absolute().parent
-        found = gguf_names([path.name for path in here.glob(GGUF_FILES)])
+        found = sorted(path.name for path in here.glob(f"*{SUFFIX}"))
         raise ConfigurationError(f"{model}: no such file; {here} has {listed(found)}")
     return model if model.is_file() or model.suffix == SUFFIX else None
 
