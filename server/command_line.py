@@ -24,8 +24,9 @@ TYPES = {
     "Size": "SIZE",
     "tuple[str,...]": "A,B,...",
     "tuple[{IPv4Network,IPv6Network},...]": "A,B,...",
+    "list[int]": "N,N,...",
+    "list[float]": "NUMBER,...",
 }
-TYPES |= {"list[int]": "N,N,...", "list[float]": "NUMBER,..."}
 DEFAULTS = {
     NO_NONE: "none",
     "": "none",
