@@ -19,8 +19,8 @@ STOP_TYPE = {"length": "limit", "eos_token": "eos", "stop_sequence": "word", "ti
 
 @dataclass(slots=True, kw_only=True)
 class LlamaCppOutput(Output):
-    """One sequence so far. `end`: its last piece, or the one by which `n_indent` or `max_seconds`
-    is known to be exceeded.
+    """One sequence so far. It has finished too when `n_indent` or `max_seconds` is known to be
+    exceeded.
     """
 
     n_indent: int
@@ -29,7 +29,6 @@ class LlamaCppOutput(Output):
     given: int = 0
     """Characters of the text that have been sent. With `n_indent` a line of spaces is held back
     until its indentation is known."""
-    end: Piece | None = None
 
     def add(self, piece: Piece) -> bool:
         """Adds a piece. Returns whether the sequence has to be ended before its end."""
@@ -44,15 +43,13 @@ class LlamaCppOutput(Output):
             cut = len(self.text)
         if cut is not None:
             self.text = self.text[:cut]
-            self.end = Piece(piece.choice, piece.token, "", finish="length")
-        elif piece.finish is not None:
-            self.end = piece
+            self.finish, self.stop = "length", None
         return cut is not None
 
     def next_text(self) -> str:
         """The text that was not sent yet and that no later token can remove."""
         line, certain = self.text.rfind("\n"), len(self.text)
-        if self.n_indent and self.end is None and line >= 0 and not self.text[line:].strip():
+        if self.n_indent and self.finish is None and line >= 0 and not self.text[line:].strip():
             certain = line
         text, self.given = self.text[self.given : certain], certain
         return text
@@ -70,17 +67,15 @@ class LlamaCppOutput(Output):
 
     def fields(self, content: str, tokens: list[int]) -> dict[str, Any]:
         """The fields of each event and answer, with this text and these tokens."""
-        counts = {
-            "tokens_predicted": len(self.tokens),
-            "tokens_evaluated": len(self.choice.request.prompt),
-        }
         return {
             "index": self.choice.index,
             "content": content,
             "tokens": tokens,
             "stop": False,
             "id_slot": -1,
-        } | counts
+            "tokens_predicted": len(self.tokens),
+            "tokens_evaluated": len(self.choice.request.prompt),
+        }
 
     def timings(self) -> dict[str, float]:
         """Times and speeds of the prompt and of the output."""
@@ -160,11 +155,7 @@ class LlamaCppReply(Reply):
         chunk |= self._probabilities(new)
         if self.body.timings_per_token:
             chunk["timings"] = output.timings()
-        return [
-            chunk
-            if output.end is None
-            else self._selected(chunk | self._ending(output, output.end))
-        ]
+        return [chunk if output.finish is None else self._selected(chunk | self._ending(output))]
 
     def full_response(self) -> Any:
         answers = [
@@ -173,10 +164,9 @@ class LlamaCppReply(Reply):
                     output.text, [token.id for token in output.tokens if self.body.return_tokens]
                 )
                 | self._probabilities(output.tokens)
-                | self._ending(output, output.end)
+                | self._ending(output)
             )
             for output in self.outputs
-            if output.end is not None
         ]
         return answers if len(answers) > 1 else answers[0]
 
@@ -208,12 +198,12 @@ class LlamaCppReply(Reply):
                 selected[path] = value
         return selected
 
-    def _ending(self, output: LlamaCppOutput, end: Piece) -> dict[str, Any]:
+    def _ending(self, output: LlamaCppOutput) -> dict[str, Any]:
         return {
             "stop": True,
             "model": self.model_id,
-            "stop_type": STOP_TYPE[end.finish or "length"],
-            "stopping_word": end.stop if end.finish == "stop_sequence" else "",
+            "stop_type": STOP_TYPE[output.finish or "length"],
+            "stopping_word": output.stop if output.finish == "stop_sequence" else "",
             "truncated": False,
             "tokens_cached": output.choice.num_cached,
             "generation_settings": {"n_ctx": self.n_ctx},
