@@ -191,22 +191,19 @@ class Metrics:
         self.prefix_cache_hits = self._counter(
             "prefix_cache_hits", "Prompt tokens served from the prefix cache."
         )
-        self.prefix_cache_loads = self._counter(
-            "prefix_cache_loads", "Prompt tokens whose pages were read from cache.disk."
-        )
-        self.drafted_tokens = self._counter(
-            "spec_decode_num_draft_tokens", "Draft tokens proposed by speculative decoding."
-        )
-        self.accepted_tokens = self._counter(
-            "spec_decode_num_accepted_tokens", "Draft tokens accepted by speculative decoding."
-        )
         self._engine_totals = {
             self.preemptions: "preemptions",
             self.prefix_cache_queries: "queried_tokens",
             self.prefix_cache_hits: "hit_tokens",
-            self.prefix_cache_loads: "loaded_tokens",
-            self.drafted_tokens: "drafted_tokens",
-            self.accepted_tokens: "accepted_tokens",
+            self._counter(
+                "prefix_cache_loads", "Prompt tokens whose pages were read from cache.disk."
+            ): "loaded_tokens",
+            self._counter(
+                "spec_decode_num_draft_tokens", "Draft tokens proposed by speculative decoding."
+            ): "drafted_tokens",
+            self._counter(
+                "spec_decode_num_accepted_tokens", "Draft tokens accepted by speculative decoding."
+            ): "accepted_tokens",
         }
         """Counters that each engine counts from its own start -> the field of Gauges."""
 
