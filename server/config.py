@@ -449,7 +449,7 @@ def _variables(cls: type[BaseSettings]) -> dict[str, str]:
         f"{PREFIX}{name.replace('.', '__')}".upper()
         for name in (*_names(ServeSettings), *_names(cls))
     ]
-    known = dict(zip(names, names, strict=True))
+    known = {name: name for name in names}
     given = {
         key: value
         for key, value in os.environ.items()
