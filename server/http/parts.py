@@ -1,15 +1,19 @@
 """Parts: the parts of an answer in the order in which they are drawn: thoughts, text and calls of
-tools, one after the other. Knows no dialect.
+tools, one after the other; PartsReply: the base of replies that are made of them. Knows no dialect
+but OpenAI's chat, as which such requests are read.
 """
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-import msgspec
-
-from server.generation.stream import Piece
+from server.generation.admission import Reservation
+from server.generation.generation import Generation
+from server.generation.request import Request
+from server.generation.stream import OpenStreams, Piece
+from server.http.answer import Output, Reply
+from server.http.openai.chat import ChatReply
 
 Change = tuple[Literal["begin", "add", "end"], int, "Part", str]
 """(what happens, the part's number, the part as it then is, the text that is added)"""
@@ -30,15 +34,6 @@ class Part:
             return dict(json.loads(self.text))
         except ValueError:
             return {}
-
-
-def is_whole(arguments: str) -> bool:
-    """Whether the arguments of a call are not cut, as a limit or a stop token may do."""
-    try:
-        msgspec.json.decode(arguments, type=msgspec.Raw)
-    except msgspec.DecodeError:
-        return False
-    return True
 
 
 class Parts:
@@ -76,3 +71,30 @@ class Parts:
     def _add(self, text: str) -> Change:
         self.all[-1].text += text
         return "add", len(self.all) - 1, self.all[-1], text
+
+
+class PartsReply(Reply):
+    """Base of the replies of one sequence that show its parts."""
+
+    def __init__(self, body: Any, model: str, generation: Generation, streams: OpenStreams) -> None:
+        self.body, self.model = body, model
+        self.codec = generation.codec
+        self.streams = streams
+        self.output = Output(streams.choices[0])
+        self.parts = Parts()
+
+    @staticmethod
+    async def request(generation: Generation, body: Any, client: str) -> Request:
+        """The internal request of a body which says what it is as one of a chat, and how many
+        tokens it asks for. Raises RequestError.
+        """
+        request = await ChatReply.prepare(generation, body.chat, client)
+        return generation.within_context(request, body.max_output_tokens)
+
+    @classmethod
+    async def open(
+        cls, generation: Generation, body: Any, model: str, reservation: Reservation
+    ) -> Self:
+        """Starts the sequence of a body. Raises RequestError."""
+        request = await cls.request(generation, body, reservation.client)
+        return cls(body, model, generation, generation.start([request], reservation))

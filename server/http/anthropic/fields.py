@@ -224,6 +224,11 @@ class MessagesBody(CountBody):
     mcp_servers: fields.Unsupported = None
     """No tools are hosted here."""
 
+    @property
+    def max_output_tokens(self) -> int:
+        """`max_tokens`."""
+        return self.max_tokens
+
     def _in_openai(self) -> dict[str, Any]:
         sampling = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
         return super()._in_openai() | sampling | {"stop": self.stop_sequences}

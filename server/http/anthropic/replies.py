@@ -3,14 +3,10 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from server.generation.admission import Reservation
-from server.generation.generation import Generation
-from server.generation.stream import OpenStreams, Piece
+from server.generation.stream import Piece
 from server.http import sse
-from server.http.answer import Output, Reply
 from server.http.anthropic.fields import MessagesBody
-from server.http.openai.chat import ChatReply
-from server.http.parts import Change, Part, Parts
+from server.http.parts import Change, Part, PartsReply
 
 STOP_REASONS = {"eos_token": "end_turn", "length": "max_tokens"}
 DELTAS = {
@@ -21,27 +17,11 @@ DELTAS = {
 """Kinds of parts -> the kind of what is added to their blocks, and its field."""
 
 
-class MessagesReply(Reply):
-    """An answer of /v1/messages. `is_cut`: the context holds fewer tokens than `max_tokens`."""
+class MessagesReply(PartsReply):
+    """An answer of /v1/messages."""
 
+    body: MessagesBody
     form = sse.NAMED_EVENTS
-
-    def __init__(self, model: str, streams: OpenStreams, is_cut: bool) -> None:
-        self.model = model
-        self.streams = streams
-        self.is_cut = is_cut
-        self.output = Output(streams.choices[0])
-        self.parts = Parts()
-
-    @classmethod
-    async def open(
-        cls, generation: Generation, body: MessagesBody, model: str, reservation: Reservation
-    ) -> "MessagesReply":
-        """Starts the sequence of a body. Raises RequestError."""
-        request = await ChatReply.prepare(generation, body.chat, reservation.client)
-        request = generation.within_context(request, body.max_tokens)
-        is_cut = request.max_new_tokens != body.max_tokens
-        return cls(model, generation.start([request], reservation), is_cut)
 
     def take(self, piece: Piece) -> list[Change]:
         self.output.take(piece)
@@ -104,7 +84,9 @@ class MessagesReply(Reply):
             return finish, str(self.output.stop)
         if finish == "eos_token" and any(part.kind == "call" for part in self.parts.all):
             return "tool_use", None
-        if finish == "length" and self.is_cut:
+        # The context holds fewer tokens than were asked for.
+        most = self.output.choice.request.max_new_tokens
+        if finish == "length" and most != self.body.max_tokens:
             return "model_context_window_exceeded", None
         return STOP_REASONS[finish], None
 

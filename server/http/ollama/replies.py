@@ -6,16 +6,15 @@ from datetime import UTC, datetime
 from typing import Any
 
 from server.errors import InvalidRequest
-from server.generation.admission import Reservation
 from server.generation.generation import Generation
 from server.generation.request import Request
-from server.generation.stream import OpenStreams, Piece
+from server.generation.stream import Piece
 from server.http import sse
-from server.http.answer import Output, OutputToken, Reply, token_entries
+from server.http.answer import OutputToken, is_whole, token_entries
 from server.http.ollama.fields import ChatBody, GenerateBody
 from server.http.openai.chat import ChatReply
 from server.http.openai.completions import CompletionReply
-from server.http.parts import Part, Parts, is_whole
+from server.http.parts import Part, PartsReply
 
 NANOSECONDS = 10**9
 
@@ -25,59 +24,38 @@ def now() -> str:
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
-async def request_of(generation: Generation, body: GenerateBody | ChatBody, client: str) -> Request:
-    """The internal request. Raises RequestError."""
-    ignored = [name for name in ("truncate", "shift") if getattr(body, name)]
-    if body.is_chat(generation):
-        chat = body.as_chat(generation)
-        told, given = chat.fit(generation.texts.variables), body.thinking()
-        ignored += ["think"] if given and len(told) == len(given) else []
-        request = await ChatReply.prepare(generation, chat, client)
-    else:
-        assert isinstance(body, GenerateBody)
-        ignored += ["think"] if body.think else []
-        completion = body.as_completion(generation)
-        ((request, _),) = await CompletionReply.prepare(generation, completion, client)
-    if isinstance(body, GenerateBody) and body.context:
-        request = replace(request, prompt=body.context + request.prompt)
-    if source := body.source:
-        request = replace(request, grammar=await generation.texts.grammar(source, client))
-    request = generation.within_context(request, max(body.options.num_predict or -1, -1))
-    return replace(request, num_top=body.top_logprobs or 0, ignored=[*ignored, *request.ignored])
-
-
-class OllamaReply(Reply):
+class OllamaReply(PartsReply):
     """An answer of /api/generate or /api/chat."""
 
+    body: GenerateBody | ChatBody
     form = sse.LINES
+    num_told = 0
+    """Parts whose call, if they are one, has been sent."""
 
-    def __init__(
-        self,
-        body: GenerateBody | ChatBody,
-        model: str,
-        generation: Generation,
-        streams: OpenStreams,
-    ) -> None:
-        self.body = body
-        self.model = model
-        self.codec = generation.codec
-        self.streams = streams
-        self.output = Output(streams.choices[0])
-        self.parts = Parts()
-        self.num_told = 0
-        """Parts whose call, if they are one, has been sent."""
-
-    @classmethod
-    async def open(
-        cls,
-        generation: Generation,
-        body: GenerateBody | ChatBody,
-        model: str,
-        reservation: Reservation,
-    ) -> "OllamaReply":
-        """Starts the sequence of a body. Raises RequestError."""
-        request = await request_of(generation, body, reservation.client)
-        return cls(body, model, generation, generation.start([request], reservation))
+    @staticmethod
+    async def request(
+        generation: Generation, body: GenerateBody | ChatBody, client: str
+    ) -> Request:
+        """The internal request. Raises RequestError."""
+        ignored = [name for name in ("truncate", "shift") if getattr(body, name)]
+        if body.is_chat(generation):
+            chat = body.as_chat(generation)
+            told, given = chat.fit(generation.texts.variables), body.thinking()
+            ignored += ["think"] if given and len(told) == len(given) else []
+            request = await ChatReply.prepare(generation, chat, client)
+        else:
+            assert isinstance(body, GenerateBody)
+            ignored += ["think"] if body.think else []
+            completion = body.as_completion(generation)
+            ((request, _),) = await CompletionReply.prepare(generation, completion, client)
+        if isinstance(body, GenerateBody) and body.context:
+            request = replace(request, prompt=body.context + request.prompt)
+        if source := body.source:
+            request = replace(request, grammar=await generation.texts.grammar(source, client))
+        request = generation.within_context(request, max(body.options.num_predict or -1, -1))
+        return replace(
+            request, num_top=body.top_logprobs or 0, ignored=[*ignored, *request.ignored]
+        )
 
     def take(self, piece: Piece) -> list[OutputToken]:
         self.parts.take(piece)

@@ -9,10 +9,9 @@ from server.generation.admission import Reservation
 from server.generation.generation import Generation
 from server.generation.request import Request, with_choices
 from server.generation.stream import OpenStreams, Piece
-from server.http.answer import Output, OutputToken, token_entries
+from server.http.answer import Output, OutputToken, is_whole, token_entries
 from server.http.openai.chat_fields import ChatBody
 from server.http.openai.replies import OpenAIReply
-from server.http.parts import is_whole
 from server.text.jobs import EncodeChat
 from server.text.service import Source
 

@@ -5,14 +5,12 @@ from itertools import chain, count
 from typing import Any
 
 from server.errors import RequestError
-from server.generation.admission import Reservation
 from server.generation.generation import Generation
 from server.generation.stream import OpenStreams, Piece
 from server.http import sse
-from server.http.answer import Output, OutputToken, Reply, token_entries
+from server.http.answer import OutputToken, token_entries
 from server.http.errors import Dialect, openai_message
-from server.http.openai.chat import ChatReply
-from server.http.parts import Change, Part, Parts
+from server.http.parts import Change, Part, PartsReply
 from server.http.responses.fields import ResponsesBody, qualified
 
 DELTAS = {
@@ -37,29 +35,22 @@ def _repeated(body: ResponsesBody) -> dict[str, Any]:
     return body.model_dump(include=always) | given
 
 
-class ResponsesReply(Reply):
+class ResponsesReply(PartsReply):
     """An answer of /v1/responses."""
 
+    body: ResponsesBody
     form = sse.NAMED_EVENTS
 
     def __init__(
-        self,
-        body: ResponsesBody,
-        model: str,
-        generation: Generation,
-        streams: OpenStreams,
+        self, body: ResponsesBody, model: str, generation: Generation, streams: OpenStreams
     ) -> None:
-        self.codec = generation.codec
-        self.streams = streams
-        self.num_top = body.chat.num_top
+        super().__init__(body, model, generation, streams)
         self.namespaces = {
             qualified(tool.name, function.name): (tool.name, function.name)
             for tool in body.tools or ()
             for function in tool.tools
         }
         """Names of functions, as the model knows them -> their namespace and own name."""
-        self.output = Output(streams.choices[0])
-        self.parts = Parts()
         self.held: list[OutputToken] = []
         """Tokens whose text comes with a later one."""
         self.tokens: dict[int, list[list[OutputToken]]] = {}
@@ -84,15 +75,6 @@ class ResponsesReply(Reply):
             "metadata": {},
         }
         self.head |= _repeated(body)
-
-    @classmethod
-    async def open(
-        cls, generation: Generation, body: ResponsesBody, model: str, reservation: Reservation
-    ) -> "ResponsesReply":
-        """Starts the sequence of a body. Raises RequestError."""
-        request = await ChatReply.prepare(generation, body.chat, reservation.client)
-        request = generation.within_context(request, body.max_output_tokens)
-        return cls(body, model, generation, generation.start([request], reservation))
 
     def take(self, piece: Piece) -> list[Change]:
         new = self.output.take(piece)
@@ -201,7 +183,7 @@ class ResponsesReply(Reply):
         self, index: int, added: list[list[OutputToken]] | None = None
     ) -> list[dict[str, Any]]:
         """Those of the tokens `added` to a part, by default of all."""
-        if self.num_top is None:
+        if self.body.chat.num_top is None:
             return []
         tokens = chain.from_iterable(self.tokens.get(index, []) if added is None else added)
         shown = (token for token in tokens if not token.special)
