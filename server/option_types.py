@@ -35,12 +35,10 @@ def _parse_words(value: object) -> object:
     """'a,b' to ('a', 'b'); lists pass through. An empty text is refused: it usually comes from a
     shell variable that is not set.
     """
-    words = (
-        tuple(word.strip() for word in value.split(",") if word.strip())
-        if isinstance(value, str)
-        else value
-    )
-    if isinstance(value, str) and not words:
+    if not isinstance(value, str):
+        return value
+    words = tuple(word.strip() for word in value.split(",") if word.strip())
+    if not words:
         raise ValueError("is empty; leave the option out if you do not need it")
     return words
 
