@@ -16,27 +16,30 @@ BILLING = "x-anthropic-billing-header:"
 the model, and would leave nothing of a prompt to be found in the prefix cache."""
 
 
-class TextBlock(Body):
+class Marked(Body):
+    """What clients mark for the prefix cache."""
+
+    cache_control: fields.Json = None
+    """Accepted: the prefix cache needs no marks."""
+
+
+class TextBlock(Marked):
     """A block of text."""
 
     type: Literal["text"]
     """Only text is supported."""
     text: fields.Text
     """The text."""
-    cache_control: fields.Json = None
-    """Accepted: the prefix cache needs no marks."""
 
 
-class ResultBlock(fields.ResultPart):
+class ResultBlock(fields.ResultPart, Marked):
     """A block of a tool's result."""
 
     source: fields.Json = None
     """Accepted: the model reads text alone."""
-    cache_control: fields.Json = None
-    """Accepted: the prefix cache needs no marks."""
 
 
-class Block(Body):
+class Block(Marked):
     """A block of a message: text, a thought, the use of a tool, or its result."""
 
     type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
@@ -61,8 +64,6 @@ class Block(Body):
     """Accepted: a thought is not signed here."""
     data: fields.Json = None
     """Accepted: a thought that is not readable is left out."""
-    cache_control: fields.Json = None
-    """Accepted: the prefix cache needs no marks."""
 
 
 class Message(Body):
@@ -75,7 +76,7 @@ class Message(Body):
     """A text, or blocks."""
 
 
-class Tool(Body):
+class Tool(Marked):
     """A tool that the model may use."""
 
     type: Literal["custom"] | None = None
@@ -86,8 +87,6 @@ class Tool(Body):
     """What it does, for the model."""
     input_schema: fields.JsonObject
     """The JSON Schema of its arguments, which its uses follow."""
-    cache_control: fields.Json = None
-    """Accepted: the prefix cache needs no marks."""
 
 
 class ToolChoice(Body):
@@ -163,35 +162,32 @@ class CountBody(Named):
         last = value["messages"][-1]
         if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
             value["continue_final_message"] = True
-        if self.tools:
-            value["tools"] = [
-                {
-                    "function": {
-                        "name": tool.name,
-                        "description": tool.description,
-                        "parameters": tool.input_schema,
-                    }
+        value["tools"] = [
+            {
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.input_schema,
                 }
-                for tool in self.tools
-            ]
+            }
+            for tool in self.tools or ()
+        ]
         return value | self._choice() | self._output()
 
     def _choice(self) -> dict[str, Any]:
         choice = self.tool_choice
         if choice is None:
             return {}
-        word: Any = {"any": "required"}.get(choice.type, choice.type)
+        word: Any = choice.type
         if choice.type == "tool":
             word = {"type": "function", "function": {"name": choice.name}}
-        once = {"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {}
-        return {"tool_choice": word} | once
+        return {"tool_choice": word, "parallel_tool_calls": not choice.disable_parallel_tool_use}
 
     def _output(self) -> dict[str, Any]:
-        value: dict[str, Any] = {}
+        value: dict[str, Any] = {"reasoning_effort": self.output_config.effort}
         if self.thinking is not None:
             on = self.thinking.type != "disabled"
             value["chat_template_kwargs"] = {"enable_thinking": on}
-        value["reasoning_effort"] = self.output_config.effort
         if (format := self.output_config.format or self.output_format) is not None:
             schema = {"name": "output", "schema": format.schema_}
             value["response_format"] = {"type": "json_schema", "json_schema": schema}
