@@ -308,8 +308,8 @@ class ResponsesBody(Named):
         }
         if (format := self.text.format) is not None:
             schema = {"name": format.name, "schema": format.schema_}
-            wanted = {} if format.schema_ is None else {"json_schema": schema}
-            value["response_format"] = {"type": format.type} | wanted
+            wanted = None if format.schema_ is None else schema
+            value["response_format"] = {"type": format.type, "json_schema": wanted}
         return check(value, chat_fields.ChatBody)[0]
 
     def _messages(self) -> Iterator[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """OpenAI's Responses API: an answer of items, whole or as named events."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import chain, count
 from typing import Any
@@ -53,7 +54,7 @@ class ResponsesReply(PartsReply):
         """Names of functions, as the model knows them -> their namespace and own name."""
         self.held: list[OutputToken] = []
         """Tokens whose text comes with a later one."""
-        self.tokens: dict[int, list[list[OutputToken]]] = {}
+        self.tokens = defaultdict[int, list[list[OutputToken]]](list)
         """Numbers of parts of text -> the tokens of each text that was added."""
         self.num_thought_tokens = 0
         self.id = streams.reservation.reply_id
@@ -83,7 +84,7 @@ class ResponsesReply(PartsReply):
         changes = self.parts.take(piece)
         for what, index, part, _ in changes:
             if what == "add" and part.kind == "text":
-                self.tokens.setdefault(index, []).append(self.held)
+                self.tokens[index].append(self.held)
                 self.held = []
         return changes
 
@@ -126,9 +127,8 @@ class ResponsesReply(PartsReply):
             of_item = place | {"item_id": self._item_id(index, part)}
             has_content = part.kind != "call"
             at = of_item | ({"content_index": 0} if has_content else {})
-            new = self.tokens.get(index, [])[-1:] if what == "add" else None
-            is_text = part.kind == "text"
-            logprobs = {"logprobs": self._logprobs(index, new)} if is_text else {}
+            tokens = self.tokens[index][-1:] if what == "add" else self.tokens[index]
+            logprobs = {"logprobs": self._logprobs(tokens)} if part.kind == "text" else {}
             if what == "begin":
                 item = self._item(index, part, "in_progress")
                 content = item.pop("content", None)
@@ -175,18 +175,14 @@ class ResponsesReply(PartsReply):
             content = {"type": "reasoning_text", "text": part.text}
             return item | {"type": "reasoning", "summary": [], "content": [content]}
         shown: dict[str, Any] = {"type": "output_text", "text": part.text, "annotations": []}
-        shown["logprobs"] = self._logprobs(index) if part.text else []
+        shown["logprobs"] = self._logprobs(self.tokens[index]) if part.text else []
         item |= {"type": "message", "status": status, "role": "assistant"}
         return item | {"content": [shown]}
 
-    def _logprobs(
-        self, index: int, added: list[list[OutputToken]] | None = None
-    ) -> list[dict[str, Any]]:
-        """Those of the tokens `added` to a part, by default of all."""
+    def _logprobs(self, tokens: list[list[OutputToken]]) -> list[dict[str, Any]]:
         if self.body.chat.num_top is None:
             return []
-        tokens = chain.from_iterable(self.tokens.get(index, []) if added is None else added)
-        shown = (token for token in tokens if not token.special)
+        shown = (token for token in chain.from_iterable(tokens) if not token.special)
         return [*token_entries(self.codec, shown, lambda id, _: self.codec.token_text(id))]
 
     def _response(self, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
