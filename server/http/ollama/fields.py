@@ -159,9 +159,8 @@ class GenerateBody(OllamaBody):
             raise InvalidRequest(text, param="system")
         # A grammar needs the last token as it is.
         heals = bool(self.suffix) and self.source is None
-        values = self.sampled(generation) | {"prompt": self.prompt, "max_tokens": -1}
-        values["token_healing"] = heals
-        return check(values | ({"suffix": self.suffix} if self.suffix else {}), CompletionBody)[0]
+        given = {"prompt": self.prompt, "suffix": self.suffix or None, "token_healing": heals}
+        return check(self.sampled(generation) | given | {"max_tokens": -1}, CompletionBody)[0]
 
 
 class Message(Body):
