@@ -80,7 +80,7 @@ class TextFormatter(logging.Formatter):
         line = f"{when}Z {record.levelname} {record.name}: {escaped(_message(record))}" + (
             f" request={name}" if name else ""
         )
-        return f"{line}\n{_trace(record)}" if record.exc_info else line
+        return f"{line}\n{_trace(record.exc_info)}" if record.exc_info else line
 
 
 class JsonFormatter(logging.Formatter):
@@ -97,7 +97,7 @@ class JsonFormatter(logging.Formatter):
             line["request_id"] = name
         line |= getattr(record, "fields", {})
         if record.exc_info:
-            line["traceback"] = _trace(record)
+            line["traceback"] = _trace(record.exc_info)
         return json.dumps(line)  # ASCII, as some programs split lines at other Unicode characters.
 
 
@@ -123,7 +123,7 @@ def _message(record: logging.LogRecord) -> str:
     )
 
 
-def _trace(record: logging.LogRecord) -> str:
-    text = "".join(traceback.format_exception(*record.exc_info)).rstrip() if record.exc_info else ""
-    lines = text[-MAX_TRACE_CHARS:].split("\n") if text else []
-    return "\n".join(f"  {escaped(line)}" for line in lines)
+def _trace(caught: Any) -> str:
+    """The lines of a traceback, from what sys.exc_info gives."""
+    text = "".join(traceback.format_exception(*caught)).rstrip()
+    return "\n".join(f"  {escaped(line)}" for line in text[-MAX_TRACE_CHARS:].split("\n"))
