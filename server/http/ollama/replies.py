@@ -30,7 +30,7 @@ class OllamaReply(PartsReply):
     body: GenerateBody | ChatBody
     form = sse.LINES
     num_told = 0
-    """Parts whose call, if they are one, has been sent."""
+    """Calls that have been told."""
 
     @staticmethod
     async def request(
@@ -76,13 +76,12 @@ class OllamaReply(PartsReply):
         return said | self._logprobs(self.output.tokens) | self._ending()
 
     def _calls(self, end: int) -> list[dict[str, Any]]:
-        """The whole calls among the parts from `num_told` to `end`, which is the next `num_told`.
-        One that a limit of tokens has cut is not told, as nobody should carry it out.
+        """The whole calls among the parts up to `end` that have not been told. One that a limit of
+        tokens has cut is not told, as nobody should carry it out.
         """
         calls = [part for part in self.parts.all[:end] if part.kind == "call"]
-        num_before = sum(part.kind == "call" for part in self.parts.all[: self.num_told])
-        self.num_told = max(self.num_told, end)
-        numbered = [*enumerate(calls)][num_before:]
+        first, self.num_told = self.num_told, len(calls)
+        numbered = enumerate(calls[first:], first)
         return [self._call(index, part) for index, part in numbered if is_whole(part.text)]
 
     def _call(self, index: int, part: Part) -> dict[str, Any]:
