@@ -142,18 +142,19 @@ class Metrics:
             registry=self.registry,
         )
         self._model_info.info(self._model)
-        self.requests_running = self._gauge(
-            "requests_running", "Sequences that the engine is running."
-        )
-        self.requests_waiting = self._gauge(
-            "requests_waiting",
-            "Sequences waiting in the engine for KV cache pages or a place in the batch.",
-        )
-        self.kv_pages_used = self._gauge("kv_pages_used", "KV cache pages held by open requests.")
-        self.kv_pages_cached = self._gauge(
-            "kv_pages_cached",
-            "KV cache pages held by no open request but kept in the prefix cache.",
-        )
+        self._engine_gauges = {
+            self._gauge("requests_running", "Sequences that the engine is running."): "running",
+            self._gauge(
+                "requests_waiting",
+                "Sequences waiting in the engine for KV cache pages or a place in the batch.",
+            ): "waiting",
+            self._gauge("kv_pages_used", "KV cache pages held by open requests."): "pages_used",
+            self._gauge(
+                "kv_pages_cached",
+                "KV cache pages held by no open request but kept in the prefix cache.",
+            ): "pages_cached",
+        }
+        """Gauges -> the field of Gauges."""
         self.kv_pages_total = self._gauge("kv_pages_total", "Total number of KV cache pages.")
         self.kv_cache_usage_ratio = self._gauge(
             "kv_cache_usage_ratio", "Fraction of KV cache pages held by open requests, from 0 to 1."
@@ -302,11 +303,9 @@ class Metrics:
     def _settle(self) -> None:
         """Updates the metrics from the latest report."""
         gauges = self.gauges
-        self.requests_running.set(gauges.running)
-        self.requests_waiting.set(gauges.waiting)
-        self.kv_pages_used.set(gauges.pages_used)
+        for gauge, field in self._engine_gauges.items():
+            gauge.set(getattr(gauges, field))
         self.kv_cache_usage_ratio.set(gauges.pages_used / max(1, self.num_pages))
-        self.kv_pages_cached.set(gauges.pages_cached)
         for counter, field in self._engine_totals.items():
             self.reach(counter, getattr(gauges, field))
         self.reach(self.generation_tokens, self.num_generated)

@@ -6,7 +6,6 @@ the metric's own. It knows no registry.
 """
 
 import re
-from collections import defaultdict
 
 ALIASES = {
     "num_requests_running": "requests_running",
@@ -39,9 +38,7 @@ _MODEL_NAME = re.compile(r'model_name="(?:[^"\\]|\\.)*"')
 
 def aliases(exposition: str) -> str:
     """The lines to add to an exposition, which has the label `model_name` somewhere."""
-    lines = defaultdict(list)
-    for match in _LINE.finditer(exposition):
-        lines[match[2]].append(match)
+    lines = [match.groups("") for match in _LINE.finditer(exposition)]
     model_names = _MODEL_NAME.findall(exposition)[:1]
 
     def labelled(labels: str) -> str:
@@ -50,5 +47,6 @@ def aliases(exposition: str) -> str:
     return "".join(
         f"{kind}vllm:{alias}{suffix}{'' if kind else labelled(labels)}{rest}"
         for alias, name in ALIASES.items()
-        for kind, _, suffix, labels, rest in (match.groups("") for match in lines[name])
+        for kind, found, suffix, labels, rest in lines
+        if found == name
     )
