@@ -165,7 +165,7 @@ class EmbeddingRoutes(Handlers):
                 param="prompt_name",
             )
         texts = [prompt + text for text in given if isinstance(text, str)]
-        if len(texts) < len(given):
+        if not texts:  # Inputs are all of one kind.
             raise InvalidRequest("`prompt_name` goes with texts, not with token ids")
         return texts
 
