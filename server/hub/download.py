@@ -11,8 +11,7 @@ import logging
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -235,23 +234,16 @@ class Repository:
         # The HTTP client logs all URLs, also signed ones that permit a download.
         for client in ("httpx", "httpx2"):
             logging.getLogger(client).setLevel(logging.WARNING)
-        with _interruptible():
+        # Ctrl-C ends the process at once: KeyboardInterrupt would wait until the library's threads
+        # have finished their files.
+        previous = signal.signal(signal.SIGINT, signal.SIG_DFL)
+        try:
             # snapshot_download sends the same request, but without a timeout.
             found = HfApi().model_info(self.name, revision=self.revision, timeout=TIMEOUT_SECONDS)
             self._files = [file.rfilename for file in found.siblings or ()]
             return Path(get())
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Makes Ctrl-C end the process at once: KeyboardInterrupt would wait until the library's
-    threads have finished their files.
-    """
-    previous = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
+        finally:
+            signal.signal(signal.SIGINT, previous)
 
 
 def _translated(model: str, error: Exception) -> OneheadError:

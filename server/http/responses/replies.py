@@ -24,18 +24,6 @@ PREFIXES = {"thought": "rs", "text": "msg", "call": "fc"}
 """Kinds of parts -> what the ids of their items begin with."""
 
 
-def _repeated(body: ResponsesBody) -> dict[str, Any]:
-    """What a response repeats of the request."""
-    always = {"instructions", "max_output_tokens", "temperature", "top_p", "reasoning"}
-    given = body.model_dump(
-        by_alias=True,
-        exclude_unset=True,
-        exclude_none=True,
-        include={"tools", "tool_choice", "text"},
-    )
-    return body.model_dump(include=always) | given
-
-
 class ResponsesReply(PartsReply):
     """An answer of /v1/responses."""
 
@@ -75,7 +63,14 @@ class ResponsesReply(PartsReply):
             "store": False,
             "metadata": {},
         }
-        self.head |= _repeated(body)
+        # What a response repeats of the request.
+        always = {"instructions", "max_output_tokens", "temperature", "top_p", "reasoning"}
+        self.head |= body.model_dump(include=always) | body.model_dump(
+            by_alias=True,
+            exclude_unset=True,
+            exclude_none=True,
+            include={"tools", "tool_choice", "text"},
+        )
 
     def take(self, piece: Piece) -> list[Change]:
         new = self.output.take(piece)
