@@ -209,9 +209,8 @@ class OllamaRoutes(Handlers):
         """Embed texts."""
         body, began = await self.read(http, EmbedBody), time.monotonic_ns()
         name = self._name(body.model)
-        truncate = body.truncate is not False
         embedded = await self.embedded(
-            http, body.input, dimensions=body.dimensions, truncate=truncate
+            http, body.input, dimensions=body.dimensions, truncate=body.truncate is not False
         )
         vectors = (list(normalised(vector, body.dimensions)) for vector in embedded.vectors)
         value = {
