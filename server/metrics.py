@@ -177,8 +177,7 @@ class Metrics:
         self._reached: dict[Counter, int] = {}
         self.gauges = IDLE
         """The latest report of the current engine."""
-        self.num_generated = 0
-        self.num_pages = 0
+        self.num_generated = self.num_pages = 0
 
     def _declare_counts_of_engines(self) -> None:
         self.preemptions = self._counter(
