@@ -17,7 +17,7 @@ class FimBody(CompletionBody):
     seed, and its defaults.
     """
 
-    max_tokens: fields.Limit | None = None
+    max_tokens: fields.Limit | None = -1
     """Most tokens to generate for each output. 0 only with `echo`. -1, the default: as many as
     still fit into the context.
     """
@@ -25,10 +25,6 @@ class FimBody(CompletionBody):
     """Seed of the random draws, as on /v1/completions. -1, the default: drawn at random for each
     request. `random_seed` is another name of it.
     """
-
-    @property
-    def max_output_tokens(self) -> int | None:
-        return None if self.max_tokens == -1 else self.max_tokens
 
 
 class FimReply(CompletionReply):
