@@ -201,9 +201,6 @@ class ChatBody(OllamaBody):
         """Whether it asks for nothing but to have the model loaded."""
         return not self.messages
 
-    def is_chat(self, generation: Generation) -> bool:
-        return True
-
     def as_chat(self, generation: Generation) -> chat_fields.ChatBody:
         """The same request to /v1/chat/completions. Raises InvalidRequest."""
         given = self.model_dump(include={"messages", "tools"}, exclude_none=True, by_alias=True)

@@ -38,13 +38,12 @@ class OllamaReply(PartsReply):
     ) -> Request:
         """The internal request. Raises RequestError."""
         ignored = [name for name in ("truncate", "shift") if getattr(body, name)]
-        if body.is_chat(generation):
+        if isinstance(body, ChatBody) or body.is_chat(generation):
             chat = body.as_chat(generation)
             told, given = chat.fit(generation.texts.variables), body.thinking()
             ignored += ["think"] if given and len(told) == len(given) else []
             request = await ChatReply.prepare(generation, chat, client)
         else:
-            assert isinstance(body, GenerateBody)
             ignored += ["think"] if body.think else []
             completion = body.as_completion(generation)
             ((request, _),) = await CompletionReply.prepare(generation, completion, client)
