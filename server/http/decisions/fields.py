@@ -222,8 +222,11 @@ def _in_messages(value: Any) -> Any:
             continue
         calls = None
         if kind.endswith("_output"):
-            id, output = item.get("call_id"), item.get("output")
-            item = {"role": "tool", "tool_call_id": id, "content": output}
+            item = {
+                "role": "tool",
+                "tool_call_id": item.get("call_id"),
+                "content": item.get("output"),
+            }
         messages.append(item)
     return messages
 
