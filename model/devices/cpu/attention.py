@@ -33,16 +33,20 @@ class Attention(ctypes.Structure):
 
     _fields_ = (
         *(
-            (name, ctypes.c_void_p)
-            for name in ("queries", "new_keys", "new_values", "outputs", "keys", "values", "spans")
-        ),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("query_stride", "key_stride", "value_stride", "num_tokens", "num_spans")
-        ),
-        *(
             (name, ctypes.c_int64)
             for name in (
+                "queries",
+                "new_keys",
+                "new_values",
+                "outputs",
+                "keys",
+                "values",
+                "spans",
+                "query_stride",
+                "key_stride",
+                "value_stride",
+                "num_tokens",
+                "num_spans",
                 "stack",
                 "num_heads",
                 "key_dim",
@@ -53,7 +57,7 @@ class Attention(ctypes.Structure):
             )
         ),
         ("scale", ctypes.c_float),
-        ("sums", ctypes.c_void_p),
+        ("sums", ctypes.c_int64),
     )
 
 
@@ -89,7 +93,7 @@ class NativeBackend:
             columns = pool.columns(layer)
             struct = Attention(
                 keys=keys,
-                values=None if columns.value_in_key else values,
+                values=0 if columns.value_in_key else values,
                 stack=place.stack,
                 key_dim=columns.key,
                 value_dim=columns.value,
@@ -97,7 +101,7 @@ class NativeBackend:
                 page_numbers=pool.numbers_PN.shape[1],
                 number_type=NUMBER_TYPES[pool.dtype],
                 scale=scale,
-                sums=None if pool.sums_P is None else pool.sums_P.data_ptr(),
+                sums=0 if pool.sums_P is None else pool.sums_P.data_ptr(),
             )
             self._structs.append((struct, place.group))
 
@@ -151,7 +155,7 @@ class NativeBackend:
         o_THv = q_THd.new_empty(num_tokens, num_heads, struct.value_dim)
         group = plan[number]
         struct.queries, struct.query_stride = q_THd.data_ptr(), query_stride
-        struct.new_keys = struct.new_values = None
+        struct.new_keys = struct.new_values = 0
         if k_Td is not None and v_Tv is not None:
             assert k_Td.dtype is v_Tv.dtype is torch.float32
             if k_Td.stride(1) != 1 or v_Tv.stride(1) != 1:

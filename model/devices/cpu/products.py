@@ -44,8 +44,7 @@ class Norm(ctypes.Structure):
     """The kernel's struct of the same name."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
-        ("kind", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("weight", "bias", "kind")),
         *((name, ctypes.c_float) for name in ("epsilon", "offset")),
     )
 
@@ -54,10 +53,22 @@ class Product(ctypes.Structure):
     """The kernel's struct of the same name."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "y")),
-        *((name, ctypes.c_int64) for name in ("x_stride", "y_stride", "rows")),
-        *((name, ctypes.c_void_p) for name in ("weights", "bias")),
-        *((name, ctypes.c_int64) for name in ("inputs", "outputs", "activation", "weight_type")),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "x",
+                "y",
+                "x_stride",
+                "y_stride",
+                "rows",
+                "weights",
+                "bias",
+                "inputs",
+                "outputs",
+                "activation",
+                "weight_type",
+            )
+        ),
         ("norm", Norm),
     )
 
@@ -382,5 +393,5 @@ def _fuse_norms(block: Block) -> None:
             setattr(block, name, nn.Identity())
 
 
-def _address(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()

@@ -29,21 +29,25 @@ KEPT_TOKENS = 64
 class Pointers(ctypes.Structure):
     """The kernel's struct Rotation: of the step's tokens, or of no token."""
 
-    _fields_ = (
-        ("cosine", ctypes.c_void_p),
-        ("sine", ctypes.c_void_p),
-        ("pairs", ctypes.c_int64),
-        ("is_interleaved", ctypes.c_int64),
+    _fields_ = tuple(
+        (name, ctypes.c_int64) for name in ("cosine", "sine", "pairs", "is_interleaved")
     )
 
 
 class Step(ctypes.Structure):
     """The kernel's struct of the same name."""
 
-    _fields_ = (
-        ("operations", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("num_operations", "num_tokens")),
-        *((name, ctypes.c_void_p) for name in ("memory", "tiles", "groups", "rotations")),
+    _fields_ = tuple(
+        (name, ctypes.c_int64)
+        for name in (
+            "operations",
+            "num_operations",
+            "num_tokens",
+            "memory",
+            "tiles",
+            "groups",
+            "rotations",
+        )
     )
 
 

@@ -33,8 +33,7 @@ class Operation(ctypes.Structure):
         ("kind", ctypes.c_int64),
         ("inputs", Columns * 3),
         ("output", Columns),
-        *((name, ctypes.c_int64) for name in ("size", "heads", "choice")),
-        ("details", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("size", "heads", "choice", "details")),
         ("factor", ctypes.c_float),
     )
 

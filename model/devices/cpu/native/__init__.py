@@ -2,7 +2,8 @@
 AVX2, each with and without VNNI, for NEON with and without dot products and i8mm, and for any
 processor.
 
-They are called through ctypes on addresses of tensors, and have threads of their own (pool.cpp).
+They are called through ctypes on addresses of tensors, which are integers of 64 bits in their
+structs too, and have threads of their own (pool.cpp).
 Invariants: `library` returns the fastest version that this processor supports; all versions give
 the same bits, except where a processor has no fused multiplication and addition. It knows nothing
 of models.
