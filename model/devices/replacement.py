@@ -40,14 +40,14 @@ class RowMatrix(nn.Module):
 
     def set_rows(self, first: int, rows: Tensor) -> None:
         """Takes rows of the float matrix from number `first` on."""
-        self.weight[first : first + len(rows)] = rows.to(self.weight.device)
+        raise NotImplementedError
 
     def set_blocks(self, first: int, rows: Tensor) -> None:
         """Takes rows in `form` from number `first` on: uint8, form.row_bytes of each."""
         raise NotImplementedError
 
     def _memory(self, parameter: Tensor, device: torch.device) -> Tensor:
-        return torch.empty_like(parameter, device=device)
+        return torch.zeros_like(parameter, device=device)
 
 
 def _parameter(value: Tensor) -> nn.Parameter:

@@ -68,9 +68,6 @@ class GpuBlockMatrix(RowMatrix):
         self._waiting: list[Tensor] = []
         self._first_waiting = 0
 
-    def _memory(self, parameter: Tensor, device: torch.device) -> Tensor:
-        return torch.zeros_like(parameter, device=device)
-
     def allocate(self, device: torch.device, stored: Held = torch.float32) -> None:
         super().allocate(device, stored)
         numbers_shape, *head_shapes = self._shapes
