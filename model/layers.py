@@ -55,7 +55,7 @@ class MLP(nn.Module):
         self.activation = spec.activation
         self.gated = spec.gated_mlp
         self.between: Callable[[Tensor], Tensor] | None = self._activated
-        """The activation; None if `up` applies it itself (devices.replacement.FusedLinear)."""
+        """The activation; None if `up` applies it itself, as some devices' modules do."""
 
     def forward(self, x_TD: Tensor, factor_TF: Tensor | None = None) -> Tensor:
         """x_TD -> y_TD. `factor_TF` multiplies what the activation gives."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from model.devices.blocks import BlockFormat
-from model.layers import MLP, LayerNorm, RMSNorm
+from model.layers import LayerNorm, RMSNorm
 
 Held = torch.dtype | BlockFormat
 
@@ -75,23 +75,8 @@ class NormReplacement(nn.Module):
         self.epsilon, self.offset, self.centred = norm.epsilon, norm.offset, norm.centred
 
 
-class FusedLinear(nn.Module):
-    """A linear layer that applies the activation after it and, where `gated`, multiplies:
-    activation(first half) * second half.
-    """
-
-    activation, gated = "none", False
-
-
 def replace_modules(root: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Puts `replacement(module)` in the place of each module for which there is one. FusedLinears
-    take over an MLP's activation.
-    """
+    """Puts `replacement(module)` in the place of each module for which there is one."""
     for name, module in list(root.named_modules()):
         if (found := replacement(module)) is not None:
             root.set_submodule(name, found)
-    for module in root.modules():
-        if isinstance(module, MLP):
-            up: nn.Module = module.up
-            if isinstance(up, FusedLinear):
-                up.activation, up.gated, module.between = module.activation, module.gated, None

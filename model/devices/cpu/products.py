@@ -26,7 +26,6 @@ from model.devices.cpu.native import NUMBER_TYPES, library
 from model.devices.cpu.recording import Activation, side_by_side
 from model.devices.products import Products
 from model.devices.replacement import (
-    FusedLinear,
     Held,
     NormReplacement,
     RowMatrix,
@@ -211,12 +210,15 @@ class PackedMatrix(RowMatrix):
         return y_TO if x.dim() == 2 else y_TO.view(*x.shape[:-1], self.shape[0])
 
 
-class PackedLinear(PackedMatrix, FusedLinear):
+class PackedLinear(PackedMatrix):
     """Replaces an nn.Linear, the norm before it where `norm` is set, and the activation after it.
 
     Where a checkpoint stores some of its rows otherwise than the rest, it has a matrix for each
     part. The first product fixes the addresses that it reads: parameters must not move afterwards.
     """
+
+    activation, gated = "none", False
+    """What it applies after itself. Where `gated`: activation(first half) * second half."""
 
     def __init__(self, linear: nn.Linear, held: Held | None) -> None:
         super().__init__(linear.out_features, linear.in_features, held)
@@ -340,6 +342,10 @@ class NativeProducts(Products):
             # Of billions of numbers a step reads some thousand for each token.
             decoder.layer_inputs.table = StoredTable()
         replace_modules(decoder, self._replacement)
+        for module in decoder.modules():
+            if isinstance(module, MLP):
+                up: Any = module.up
+                up.activation, up.gated, module.between = module.activation, module.gated, None
         decoder.cap = cap
 
     def _replacement(self, module: nn.Module) -> nn.Module | None:
