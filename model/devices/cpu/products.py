@@ -282,9 +282,7 @@ class PackedEmbedding(PackedMatrix):
     def __init__(self, embedding: nn.Embedding, held: Held | None) -> None:
         super().__init__(embedding.num_embeddings, embedding.embedding_dim, held)
 
-    def forward(self, ids_T: Tensor) -> Tensor:
-        """Rows by number, as float32. Raises IndexError for a number out of range."""
-        return self.rows(ids_T)
+    forward = PackedMatrix.rows
 
     def logits(self, x_SD: Tensor) -> Tensor:
         """x_SD -> logits_SV"""
