@@ -125,13 +125,11 @@ class PackedMatrix(RowMatrix):
         panel = self._library.panel()
         num_panels = (num_rows + panel - 1) // panel
         if isinstance(held, BlockFormat):
-            row_size = held.row_bytes(num_columns)
-            weight = torch.empty(num_panels, panel * row_size, dtype=torch.uint8, device="meta")
+            self.form, row_size, dtype = held, held.row_bytes(num_columns), torch.uint8
         else:
-            row_size = num_columns
-            weight = torch.empty(num_panels, num_columns, panel, dtype=held, device="meta")
+            self.form, row_size, dtype = None, num_columns, held
+        weight = torch.empty(num_panels, panel * row_size, dtype=dtype, device="meta")
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self.form = held if isinstance(held, BlockFormat) else None
         self.num_filling = weight.numel() - num_rows * row_size
 
     def _kernel(self, name: str) -> Any:
