@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from model.checkpoint.compressed import with_compressed
 from model.checkpoint.config import short
@@ -41,7 +41,7 @@ from model.checkpoint.safetensors_file import DTYPES, SafetensorsTensor, named, 
 from model.decoder import Decoder, meta_decoder
 from model.devices.blocks import FORMATS
 from model.devices.products import Products
-from model.devices.replacement import Held, RowMatrix, StoredTable
+from model.devices.replacement import Held, RowMatrix, StoredTable, parameter
 from model.spec import CheckpointError, ModelSpec, Pooling
 
 # Buffers in older checkpoints: causal masks and rotary frequencies, which the decoder computes.
@@ -270,7 +270,7 @@ def _put(
             for _ in share
         ]
     value = torch.empty(getattr(module, leaf).shape, dtype=dtype, device=device)
-    setattr(module, leaf, nn.Parameter(value, requires_grad=False))
+    setattr(module, leaf, parameter(value))
     first = 0
     for block in _blocks(checkpoint, parts, dtype):
         value[first : first + len(block)] = block

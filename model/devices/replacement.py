@@ -26,7 +26,7 @@ class RowMatrix(nn.Module):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        self.weight = _parameter(weight)
+        self.weight = parameter(weight)
 
     def divided(self, stored: Sequence[tuple[int, Held]]) -> "Sequence[RowMatrix]":
         """The matrices that take the parts that a checkpoint has of this one, so many rows each,
@@ -36,7 +36,7 @@ class RowMatrix(nn.Module):
 
     def allocate(self, device: torch.device, stored: Held = torch.float32) -> None:
         """Allocates memory for the values, which the checkpoint stores like this."""
-        self.weight = _parameter(self._memory(self.weight, device))
+        self.weight = parameter(self._memory(self.weight, device))
 
     def set_rows(self, first: int, rows: Tensor) -> None:
         """Takes rows of the float matrix from number `first` on."""
@@ -50,7 +50,8 @@ class RowMatrix(nn.Module):
         return torch.zeros_like(parameter, device=device)
 
 
-def _parameter(value: Tensor) -> nn.Parameter:
+def parameter(value: Tensor) -> nn.Parameter:
+    """A parameter that is not trained."""
     return nn.Parameter(value, requires_grad=False)
 
 

@@ -30,6 +30,7 @@ from model.devices.replacement import (
     NormReplacement,
     RowMatrix,
     StoredTable,
+    parameter,
     replace_modules,
 )
 from model.layers import MLP, Embedding, LayerNorm, Linear, RMSNorm, Router
@@ -129,7 +130,7 @@ class PackedMatrix(RowMatrix):
         else:
             self.form, row_size, dtype = None, num_columns, held
         weight = torch.empty(num_panels, panel * row_size, dtype=dtype, device="meta")
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight = parameter(weight)
         self.num_filling = weight.numel() - num_rows * row_size
 
     def _kernel(self, name: str) -> Any:
@@ -231,7 +232,7 @@ class PackedLinear(PackedMatrix):
             return [self]
         parts = [PackedMatrix(rows, self.shape[1], None) for rows, _ in stored]
         self.stack.extend(parts)
-        self.weight, self.num_filling = nn.Parameter(torch.empty(0), requires_grad=False), 0
+        self.weight, self.num_filling = parameter(torch.empty(0)), 0
         return parts
 
     def _fix(self) -> None:
@@ -297,7 +298,7 @@ class PackedHeads(HeadProjections):
         self.matrices = nn.ModuleList(
             _packed(matrix) for matrix in (*key_up_Hpc.transpose(1, 2), *value_up_Hvc)
         )
-        self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
+        self.weight = parameter(self.weight.new_empty(0))
 
     def keys(self, q_THp: Tensor) -> Tensor:
         return self._each(q_THp, 0)
