@@ -10,6 +10,7 @@ Shape letter: T tokens of the step.
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,19 +48,17 @@ class Buffer:
         """Number of the last operation that reads or writes it."""
 
 
+@dataclass(slots=True)
 class Activation:
     """Stands for a tensor [T, size] or [T, heads, size] of float32 while a program is recorded:
     some columns of a buffer.
     """
 
-    def __init__(
-        self, recorder: "Recorder", buffer: Buffer, first: int, size: int, heads: int | None = None
-    ) -> None:
-        self.recorder = recorder
-        self.buffer = buffer
-        self.first = first
-        self.size = size
-        self.heads = heads
+    recorder: "Recorder"
+    buffer: Buffer
+    first: int
+    size: int
+    heads: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
