@@ -5,7 +5,6 @@ with pages of 4 KiB, every 64 cache lines. Invariant: memory is never handed out
 lives as long as any tensor in it. It knows nothing of its contents.
 """
 
-import ctypes
 import mmap
 from contextlib import suppress
 from math import prod
@@ -47,5 +46,5 @@ def _map(num_bytes: int) -> Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # Linux without huge pages rejects the advice.
             mapped.madvise(mmap.MADV_HUGEPAGE)
-    skipped = -ctypes.addressof(ctypes.c_char.from_buffer(mapped)) % HUGE
-    return torch.frombuffer(mapped, dtype=torch.uint8, count=num_bytes, offset=skipped)
+    numbers = torch.frombuffer(mapped, dtype=torch.uint8)
+    return numbers[-numbers.data_ptr() % HUGE :][:num_bytes]
