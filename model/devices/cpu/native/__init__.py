@@ -43,9 +43,9 @@ NUM_ARGUMENTS = {
     "gate": 6,
     "cap_logits": 6,
     "summarise_logits": 7,
-}
-NUM_ARGUMENTS |= {"compute_step": 2, "prepared_bytes": 1}
-NUM_ARGUMENTS |= {
+    "compute_step": 2,
+    "prepared_bytes": 1,
+} | {
     f"{name}_{form}": count
     for form in FORMATS
     for name, count in (("pack", 5), ("take", 5), ("quantize", 4))
