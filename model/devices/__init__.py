@@ -25,7 +25,7 @@ BACKENDS = {
 
 
 def device_class(name: str) -> type[Device]:
-    """The class of the device `cpu` or `cuda`."""
+    """The class of the device `cpu` or `cuda`; `auto` is cuda."""
     if name == "cpu":
         from model.devices.cpu.device import CpuDevice
 
@@ -47,7 +47,8 @@ def find_device(name: str) -> Device:
                 f"engine.device is {name}, and no GPU can be used: {card.absence()}; for the CPU, "
                 "--engine.device cpu"
             )
-    found = device_class("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")()
+        name = "cpu"
+    found = device_class(name)()
     if refused := found.refusal():
         raise OptionError(f"engine.device is {name}: {refused}; for the CPU, --engine.device cpu")
     return found

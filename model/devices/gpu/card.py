@@ -23,17 +23,12 @@ HIDDEN = "", "-1", "NoDevFiles"
 
 
 def is_missed() -> bool:
-    """Whether a machine has a driver and its cards are not hidden, and torch finds none: the driver
-    may be too old, or CUDA_VISIBLE_DEVICES names another card. To compute on the CPU instead would
-    hide a mistake.
+    """Whether a machine on which torch finds no card has a driver, and its cards are not hidden:
+    the driver may be too old, or CUDA_VISIBLE_DEVICES names another card. To compute on the CPU
+    instead would hide a mistake.
     """
     hidden = os.environ.get(VISIBLE, "all").strip() in HIDDEN
-    return (
-        not hidden
-        and torch.version.cuda is not None
-        and DRIVER.exists()
-        and not torch.cuda.is_available()
-    )
+    return not hidden and torch.version.cuda is not None and DRIVER.exists()
 
 
 def absence() -> str:
