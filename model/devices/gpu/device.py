@@ -166,7 +166,7 @@ class GpuDevice(Device):
         return CudaStream() if self._is_real else None
 
     def upload(self, values: Numbers, dtype: torch.dtype | None = None) -> Tensor:
-        return upload(values, self.torch_device, dtype)
+        return upload(super().upload(values, dtype), self.torch_device)
 
     def for_upload(self, values: Tensor) -> Tensor:
         return values.pin_memory() if self._is_real else values
