@@ -37,22 +37,16 @@ def join_parts(sums: Tensor, bias_O: Tensor | None, y: Tensor, activation: str =
     join[grid](sums, bias_O, y, y.numel(), num_outputs, parts, activation, JOINED_AT_ONCE, **EXACT)
 
 
-def norm(
-    x: Tensor,
-    weight_D: Tensor,
-    bias_D: Tensor | None,
-    epsilon: float,
-    offset: float,
-    *,
-    centred: bool,
-) -> Tensor:
-    """LayerNorm (centred) or RMSNorm of the last axis, with weights weight_D + offset."""
+def norm(x: Tensor, module: Any) -> Tensor:
+    """What a GpuNorm computes: LayerNorm (centred) or RMSNorm of the last axis, with weights to
+    which its offset is added.
+    """
     x = in_place(x)
     y, columns = torch.empty_like(x), x.shape[-1]
     if x.numel():
         kernels.add_norm[(x.numel() // columns,)](
-            x, None, None, None, None, None, y, weight_D, bias_D, 1.0, epsilon, offset, columns,
-            CENTRED=centred,
+            x, None, None, None, None, None, y, module.weight, module.bias, 1.0, module.epsilon,
+            module.offset, columns, CENTRED=module.centred,
             **_block(columns),
         )  # fmt: skip
     return y

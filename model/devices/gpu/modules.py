@@ -54,8 +54,7 @@ class GpuNorm(NormReplacement):
     """Replaces a LayerNorm or an RMSNorm."""
 
     def forward(self, x: Tensor) -> Tensor:
-        assert self.weight is not None
-        return norm(x, self.weight, self.bias, self.epsilon, self.offset, centred=self.centred)
+        return norm(x, self)
 
 
 SLAB = 256
