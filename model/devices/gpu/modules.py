@@ -122,18 +122,13 @@ def prove_places(decoder: Decoder) -> None:
                 )
 
 
-REPLACEMENTS: dict[type[nn.Module], Any] = {
-    LayerNorm: GpuNorm,
-    RMSNorm: GpuNorm,
-    Linear: CublasLinear,
-}
-
-
 def _replacement(module: nn.Module) -> nn.Module | None:
     """What replaces a module; None for those that torch computes, norms without weights too."""
-    found = REPLACEMENTS.get(type(module))
-    is_bare = isinstance(module, RMSNorm) and module.weight is None
-    return None if found is None or is_bare else found(module)
+    if type(module) is Linear:
+        return CublasLinear(module)
+    if isinstance(module, LayerNorm | RMSNorm) and module.weight is not None:
+        return GpuNorm(module)
+    return None
 
 
 class CublasProducts(Products):
