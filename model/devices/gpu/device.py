@@ -92,12 +92,12 @@ class GpuDevice(Device):
 
     def products(self, dtypes: Dtypes, quantization: str, deterministic: bool) -> Products:
         in_blocks = quantization in FORMATS
-        if in_blocks and not self._has_kernels:
-            raise OptionError(
-                f"engine.quantization {quantization} on {self.name} needs triton; expected none "
-                "without it"
-            )
         if not self._has_kernels:
+            if in_blocks:
+                raise OptionError(
+                    f"engine.quantization {quantization} on {self.name} needs triton; expected "
+                    "none without it"
+                )
             return Products(quantization, "cublas")
         from model.devices.gpu.block_modules import BlockProducts, InvariantBlockProducts
         from model.devices.gpu.modules import CublasProducts, SlabProducts
