@@ -199,8 +199,8 @@ def compile_one_row(architecture: int) -> None:
 
 def compile_draws(architecture: int, number: str) -> None:
     """The draw of all rows, the one of adjusted rows, and what comes after that."""
-    columns: dict[str, Any] = {"COLUMNS": VOCABULARY, "BLOCK_B": draws.BLOCK}
-    num_parts = triton.next_power_of_2(triton.cdiv(VOCABULARY, draws.BLOCK))
+    columns: dict[str, Any] = {"COLUMNS": VOCABULARY}
+    num_parts = triton.next_power_of_2(triton.cdiv(VOCABULARY, draws.BLOCK.value))
     parts = {
         "DEPTH": WIDTHS[0],
         "PIECE": triton.next_power_of_2(triton.cdiv(WIDTHS[0], num_parts)),

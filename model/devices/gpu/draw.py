@@ -17,7 +17,7 @@ import triton.language as tl
 
 from model.draw_words import NUM_LIMITS, NUM_SETTINGS
 
-BLOCK = 2048
+BLOCK = tl.constexpr(2048)
 SETTINGS = tl.constexpr(NUM_SETTINGS)
 LIMITS = tl.constexpr(NUM_LIMITS)
 RESULTS = tl.constexpr(5)
@@ -60,15 +60,17 @@ def _first_largest(a_Q, b_Q, c_Q, d_Q, place_Q, QUARTER: tl.constexpr, SIZE: tl.
 
 
 @triton.jit
-def _words(settings_ptr, block, index_Q, QUARTER: tl.constexpr):
-    """Four random words for each index: of the tokens of the block's four quarters."""
+def _words(settings_ptr, counter_Q):
+    """Four random words for each counter, a place in the first quarters of all blocks: of the
+    tokens at this place in a block's four quarters.
+    """
     low = tl.load(settings_ptr + 2).to(tl.uint32, bitcast=True)
     high = tl.load(settings_ptr + 3).to(tl.uint32, bitcast=True)
     seed = (high.to(tl.uint64) << 32) | low.to(tl.uint64)
-    zero_Q = index_Q * 0
+    zero_Q = counter_Q * 0
     return tl.philox(
         seed,
-        block * QUARTER + index_Q,
+        counter_Q,
         zero_Q + tl.load(settings_ptr + 5),
         zero_Q + tl.load(settings_ptr + 4),
         zero_Q,
@@ -90,13 +92,13 @@ def _speed(share_B, word_B):
 
 @triton.jit
 def _fastest(
-    a_Q, b_Q, c_Q, d_Q, settings_ptr, block, index_Q, place_Q, QUARTER: tl.constexpr,
+    a_Q, b_Q, c_Q, d_Q, settings_ptr, counter_Q, place_Q, QUARTER: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The best speed in some blocks from `block` on, given the shares of their four quarters, and
-    its first place.
+    """The best speed in some blocks, given the shares of their four quarters, and its first
+    place.
     """
-    word_a, word_b, word_c, word_d = _words(settings_ptr, block, index_Q, QUARTER)
+    word_a, word_b, word_c, word_d = _words(settings_ptr, counter_Q)
     a_Q = _speed(a_Q, word_a)
     b_Q = _speed(b_Q, word_b)
     c_Q = _speed(c_Q, word_c)
@@ -131,14 +133,14 @@ def _share_among(
 @triton.jit
 def _race(
     start_ptr, settings_ptr, largest, lowest, bound, end, COLUMNS: tl.constexpr,
-    BLOCK_B: tl.constexpr, SIZE: tl.constexpr,
+    SIZE: tl.constexpr,
 ):  # fmt: skip
     """The winner among those tokens of a row that take part, see `_share_among`, computed by one
-    program, SIZE / BLOCK_B blocks at a time. Where none takes part, no random words are made.
+    program, SIZE / BLOCK blocks at a time. Where none takes part, no random words are made.
     """
-    QUARTER: tl.constexpr = BLOCK_B // 4
+    QUARTER: tl.constexpr = BLOCK // 4
     index_Q = tl.arange(0, SIZE // 4)
-    place_Q = index_Q // QUARTER * BLOCK_B + index_Q % QUARTER
+    place_Q = index_Q // QUARTER * BLOCK + index_Q % QUARTER
     best, winner = tl.full([], float("-inf"), tl.float32), tl.full([], COLUMNS - 1, tl.int32)
     for first in range(0, COLUMNS, SIZE):
         at_Q = first + place_Q
@@ -154,7 +156,7 @@ def _race(
         )
         if tl.max(tl.maximum(tl.maximum(a_Q, b_Q), tl.maximum(c_Q, d_Q)), 0) > float("-inf"):
             fastest, place = _fastest(
-                a_Q, b_Q, c_Q, d_Q, settings_ptr, first // BLOCK_B, index_Q, place_Q, QUARTER, SIZE
+                a_Q, b_Q, c_Q, d_Q, settings_ptr, first // 4 + index_Q, place_Q, QUARTER, SIZE
             )
             winner = tl.where(fastest > best, first + place, winner)
             best = tl.maximum(fastest, best)
@@ -181,8 +183,7 @@ def _of_parts(field_ptrs, there_P, other):
 
 @triton.jit
 def _join(
-    start_ptr, settings_ptr, part_ptr, num_blocks, COLUMNS: tl.constexpr, BLOCK_B: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
+    start_ptr, settings_ptr, part_ptr, num_blocks, COLUMNS: tl.constexpr, NUM_PARTS: tl.constexpr,
 ):  # fmt: skip
     """Of a row, by its parts: the token, the logarithm of the sum of exponentials, the largest
     logit, whether states are finite.
@@ -210,9 +211,8 @@ def _join(
         ):
             anywhere = tl.zeros([], tl.uint32)
             token = _race(
-                start_ptr, settings_ptr, largest, anywhere, anywhere, COLUMNS, COLUMNS, BLOCK_B,
-                BLOCK_B,
-            )  # fmt: skip
+                start_ptr, settings_ptr, largest, anywhere, anywhere, COLUMNS, COLUMNS, BLOCK
+            )
     normaliser = tl.log(tl.sum(tl.exp(peak_P - largest) * total_P, 0)) + largest
     return tl.minimum(token, COLUMNS - 1), normaliser, largest, tl.min(finite_P, 0)
 
@@ -229,8 +229,7 @@ def draw(
     logits_ptr, model_ptr, rows_ptr, settings_ptr, states_ptr, parts_ptr, counters_ptr, drawn_ptr,
     results_ptr,
     logits_stride, model_stride, states_stride, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    PIECE: tl.constexpr, BLOCK_B: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
+    PIECE: tl.constexpr, NUM_PARTS: tl.constexpr,
 ):  # fmt: skip
     """Program (i, s): block i of row s of the logits; the last one of a row joins its parts, and
     sets the row's counter back to 0.
@@ -238,9 +237,9 @@ def draw(
     With `rows_ptr` the logits are adjusted ones: row s is that row of the model's and of the
     results, partly known.
     """
-    QUARTER: tl.constexpr = BLOCK_B // 4
+    QUARTER: tl.constexpr = BLOCK // 4
     block, place = tl.program_id(0), tl.program_id(1)
-    row, index_Q, first = place, tl.arange(0, QUARTER), block * BLOCK_B
+    row, index_Q, first = place, tl.arange(0, QUARTER), block * BLOCK
     if rows_ptr is not None:
         row = tl.load(rows_ptr + place)
     start_ptr = logits_ptr + place.to(tl.int64) * logits_stride
@@ -249,7 +248,7 @@ def draw(
     a_Q, b_Q = _block(start_ptr, at_Q, COLUMNS), _block(start_ptr, at_Q + QUARTER, COLUMNS)
     c_Q = _block(start_ptr, at_Q + 2 * QUARTER, COLUMNS)
     d_Q = _block(start_ptr, at_Q + 3 * QUARTER, COLUMNS)
-    peak, likeliest = _first_largest(a_Q, b_Q, c_Q, d_Q, index_Q, QUARTER, BLOCK_B)
+    peak, likeliest = _first_largest(a_Q, b_Q, c_Q, d_Q, index_Q, QUARTER, BLOCK)
     # Differences from the block's largest are exact where they matter; the join adds what that
     # lacks from the row's.
     base = tl.where(peak == float("-inf"), 0.0, peak)
@@ -269,8 +268,8 @@ def draw(
     tl.store(part_ptr + 3 * NUM_PARTS + block, finite)
     if inverse > 0.0:
         fastest, winner = _fastest(
-            a_Q * inverse, b_Q * inverse, c_Q * inverse, d_Q * inverse, settings_ptr, block,
-            index_Q, index_Q, QUARTER, BLOCK_B,
+            a_Q * inverse, b_Q * inverse, c_Q * inverse, d_Q * inverse, settings_ptr,
+            block * QUARTER + index_Q, index_Q, QUARTER, BLOCK,
         )  # fmt: skip
         tl.store(part_ptr + 4 * NUM_PARTS + block, fastest.to(tl.int32, bitcast=True))
         tl.store(part_ptr + 5 * NUM_PARTS + block, first + winner)
@@ -279,7 +278,7 @@ def draw(
     if tl.atomic_add(counters_ptr + place, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(counters_ptr + place, 0)
         token, normaliser, largest, finite = _join(
-            start_ptr, settings_ptr, part_ptr, tl.num_programs(0), COLUMNS, BLOCK_B, NUM_PARTS
+            start_ptr, settings_ptr, part_ptr, tl.num_programs(0), COLUMNS, NUM_PARTS
         )
         results_ptr += row * RESULTS
         if rows_ptr is not None:
@@ -314,7 +313,7 @@ def _lowest(likeliest_ptr, top_k):
 def confine(
     logits_ptr, likeliest_ptr, model_ptr, limits_ptr, shares_ptr, settings_ptr, drawn_ptr,
     results_ptr, logits_stride, likeliest_stride, model_stride,
-    UNIT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_B: tl.constexpr, SIZE: tl.constexpr,
+    UNIT: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Program f: the token that filtered row f draws within top-k and top-p, given the one that it
     draws among all tokens, and its `likeliest` logits, as many as the largest top-k.
@@ -358,7 +357,7 @@ def confine(
         searching = (rank > 0) & (within == 0)
         if searching:
             token = _race(
-                start_ptr, settings_ptr, largest, lowest, bound, token, COLUMNS, BLOCK_B, SIZE
+                start_ptr, settings_ptr, largest, lowest, bound, token, COLUMNS, SIZE
             )
     if token != first_token:
         _store_token(drawn_ptr, results_ptr, model_ptr, row, token, normaliser, model_stride)

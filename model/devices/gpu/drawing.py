@@ -27,7 +27,7 @@ class KernelDraws:
 
     def __init__(self, num_rows: int, num_tokens: int, device: torch.device) -> None:
         self._num_tokens, self._device = num_tokens, device
-        self._num_blocks = triton.cdiv(num_tokens, BLOCK)
+        self._num_blocks = triton.cdiv(num_tokens, BLOCK.value)
         self._num_parts = triton.next_power_of_2(self._num_blocks)
         self.results_SR = torch.empty(num_rows, RESULTS.value, dtype=torch.int32, device=device)
         self._parts = torch.empty(
@@ -58,7 +58,7 @@ class KernelDraws:
             logits_SV, model_SV, rows_F, settings_SN, states_SD, self._parts, self._counters_S,
             drawn_S, self.results_SR,
             logits_SV.stride(0), model_SV.stride(0), states_stride, self._num_tokens, depth, piece,
-            BLOCK, self._num_parts,
+            self._num_parts,
             num_warps=DRAW_WARPS, **EXACT,
         )  # fmt: skip
 
@@ -87,6 +87,6 @@ class KernelDraws:
             confine[(len(limits) // NUM_LIMITS,)](
                 source_SV, likeliest_FK, logits_SV, limits, shares.view(torch.float64), settings_SN,
                 drawn_S, self.results_SR, source_SV.stride(0), likeliest_FK.stride(0),
-                logits_SV.stride(0), unit, self._num_tokens, BLOCK, FILTER_SIZE,
+                logits_SV.stride(0), unit, self._num_tokens, FILTER_SIZE,
                 num_warps=FILTER_WARPS, **EXACT,
             )  # fmt: skip
