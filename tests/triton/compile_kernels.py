@@ -313,8 +313,12 @@ def compile_attention(architecture: int, shape: int, window: int, stored: bool, 
     num_d, num_r = LATENT.get(columns, (columns, 0))
     wanted = wanted_sizes(architecture, heads, columns, size)
     numbers = 64 * (num_d + num_r + (0 if num_r else num_d)) * 4
-    options: dict[str, Any] = {"PAGE": 64, "NUMBERS": numbers, "UPCAST": False}
-    options |= {"VALUE_IN_KEY": num_r > 0}
+    options: dict[str, Any] = {
+        "PAGE": 64,
+        "NUMBERS": numbers,
+        "UPCAST": False,
+        "VALUE_IN_KEY": num_r > 0,
+    }
     pointers = POINTERS | (FLOAT8 if stored else {})
     told = {"shape": f"{heads}x{columns}", "window": window, "architecture": architecture}
     classes = {choose_decode(wanted, num_rows) for num_rows in (1, MANY_ROWS)}
@@ -327,10 +331,10 @@ def compile_attention(architecture: int, shape: int, window: int, stored: bool, 
         (attend, chunks, {"TILES": TILE_FIELDS}),
     ):
         sizes = sizes_of(heads, (num_d, num_r, num_d), configuration) | options | others
+        sizes |= {"WINDOW": window, "GROUPS": configuration.warp_groups}
         found = compiled(
-            kernel, NUMBERS[size], architecture, sizes | {"WINDOW": window}, configuration.options,
-            pointers,
-        )  # fmt: skip
+            kernel, NUMBERS[size], architecture, sizes, configuration.options, pointers
+        )
         about = {"rows": configuration.rows, "groups": configuration.warp_groups, "size": size}
         tell(told | about | found)
     # Latents come turned; a layer that reads another's keys has queries alone.

@@ -356,8 +356,6 @@ def confine(
         within = ((top_k <= 0) | (rank < top_k)) & ((top_p >= 1.0) | (before < top_p * total))
         searching = (rank > 0) & (within == 0)
         if searching:
-            token = _race(
-                start_ptr, settings_ptr, largest, lowest, bound, token, COLUMNS, SIZE
-            )
+            token = _race(start_ptr, settings_ptr, largest, lowest, bound, token, COLUMNS, SIZE)
     if token != first_token:
         _store_token(drawn_ptr, results_ptr, model_ptr, row, token, normaliser, model_stride)

@@ -180,7 +180,7 @@ class TritonBackend:
                 self.partial, self.peaks, self.sums, self.counters,
                 first, q_THd.stride(0), place.stack, group.num_stacks, splits.keys, splits.most,
                 self.factor,
-                WINDOW=group.window or 0,
+                WINDOW=group.window or 0, GROUPS=configuration.warp_groups,
                 **sizes_of(self.num_heads, self.columns, configuration), **self._options,
                 **configuration.options,
             )  # fmt: skip
@@ -257,7 +257,7 @@ def sizes_of(num_heads: int, columns: Widths, configuration: Configuration) -> d
     sizes = {"HEADS": num_heads, "BLOCK_M": configuration.rows, "BLOCK_N": configuration.keys}
     for letter, num in zip("DRV", columns, strict=True):
         sizes |= {f"NUM_{letter}": num, f"BLOCK_{letter}": block_of(num)}
-    return sizes | {"GROUPS": configuration.warp_groups}
+    return sizes
 
 
 def write_sizes_of(num_heads: int, key_dim: int, value_dim: int) -> dict[str, Any]:

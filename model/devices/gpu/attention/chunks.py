@@ -41,10 +41,9 @@ def attend(
     BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PAGE: tl.constexpr, NUMBERS: tl.constexpr,
     WINDOW: tl.constexpr, VALUE_IN_KEY: tl.constexpr,
-    UPCAST: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr,
+    UPCAST: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Program i: tile i."""
-    tl.static_assert(GROUPS == 1)
     tile_ptr = tiles_ptr + tl.program_id(0) * TILES
     first, begin, last_row = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
     start = tl.load(positions_ptr + first)

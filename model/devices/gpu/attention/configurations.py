@@ -26,7 +26,8 @@ class Configuration:
     """Blocks on their way and being computed: the number of a block's page is loaded while the
     block before it is computed."""
     warp_groups: int = 1
-    """Warps that have `keys` of each block to themselves; 1: all warps share the keys."""
+    """Of the decode kernel: warps that have `keys` of each block to themselves; 1: all warps share
+    the keys."""
     most_registers: int | None = None
     """Limit for a thread, if the compiler would use so many that a multiprocessor holds one tile
     instead of two."""
