@@ -9,7 +9,6 @@ Shape letters: T tokens, S rows whose logits are wanted, N rows of a matrix, B b
 bytes of a block, j those of its numbers.
 """
 
-from math import prod
 from typing import cast
 
 import torch
@@ -52,7 +51,7 @@ class GpuBlockMatrix(RowMatrix):
         num_blocks = -(-num_columns // INPUTS) * INPUTS // BLOCK
         super().__init__(
             torch.empty(
-                stored_rows * num_blocks * form.block_bytes, dtype=torch.uint8, device="meta"
+                form.block_bytes, num_blocks * stored_rows, dtype=torch.uint8, device="meta"
             )
         )
         self.bias: Tensor | None = getattr(matrix, "bias", None)
@@ -61,25 +60,17 @@ class GpuBlockMatrix(RowMatrix):
         self.dtype = dtype
         self.fixed_tile = fixed_tile
         self.num_filling = self.weight.numel() - num_rows * form.row_bytes(num_columns)
-        self._shapes = (
-            (stored_rows, num_blocks * (form.block_bytes - heads * HEAD_BYTES)),
-            *[(num_blocks, stored_rows)] * heads,
-        )
+        self._heads_shape = heads, num_blocks, stored_rows
         self._waiting: list[Tensor] = []
         self._first_waiting = 0
 
     def allocate(self, device: torch.device, stored: Held = torch.float32) -> None:
         super().allocate(device, stored)
-        numbers_shape, *head_shapes = self._shapes
-        numbers, *heads = self.weight.split(
-            [prod(numbers_shape), *(HEAD_BYTES * prod(shape) for shape in head_shapes)]
-        )
-        scales_BN, *minima = (
-            head.view(torch.float16).view(shape)
-            for head, shape in zip(heads, head_shapes, strict=True)
-        )
+        num_heads, _, stored_rows = self._heads_shape
+        numbers, heads = self.weight.tensor_split([-num_heads * HEAD_BYTES])
+        scales_BN, *minima = heads.view(torch.float16).view(self._heads_shape)
         self.stored = BlockWeights(
-            numbers.view(numbers_shape), scales_BN, minima[0] if minima else None, *self.shape
+            numbers.view(stored_rows, -1), scales_BN, minima[0] if minima else None, *self.shape
         )
 
     def set_rows(self, first: int, rows: Tensor) -> None:
