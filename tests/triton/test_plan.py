@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cache.layout import CacheLayout, pages_for
 from cache.table import DROPPED
 from model.decode import DecodeTable
-from model.devices.gpu.attention.plan import FEW_TOKENS, StepLists, joined, parted, plan_step
+from model.devices.gpu.attention.plan import FEW_TOKENS, StepLists, copied, plan_step
 from model.draw_words import ALIGNMENT
 from model.step import PENDING, Row, StepPlan
 
@@ -61,9 +61,9 @@ class Step:
             step = DecodeTable.of(self.layout, columns, [PENDING] * len(columns)).advance()
         plan = StepPlan(tuple(self.rows[len(columns) :]), decode=step)
         lists = plan_step(plan, self.layout, self.num_heads, tile_rows)
-        words = joined(lists)
-        assert words.dtype == np.int32 and len(words) % ALIGNMENT == 0
-        found = parted(words, lists)
+        found = copied(lists, np.copy)
+        words = found.positions_T.base
+        assert words.dtype == np.int32 and not len(words) % ALIGNMENT
         for name in ("positions_T", "offsets_GT", "pages_P", "tokens_B", "tiles_M3"):
             part = getattr(found, name)
             # Kernels are compiled for addresses that are multiples of 16.

@@ -29,7 +29,7 @@ from model.devices.gpu.attention.configurations import (
     choose_splits,
 )
 from model.devices.gpu.attention.decode import decode
-from model.devices.gpu.attention.plan import TILE_FIELDS, StepLists, joined, parted, plan_step
+from model.devices.gpu.attention.plan import TILE_FIELDS, StepLists, copied, plan_step
 from model.devices.gpu.attention.write import scatter
 from model.layers import Rotation
 
@@ -110,8 +110,8 @@ class TritonBackend:
     def plan(self, batch: Batch) -> Plan:
         """Uploads all lists of the step in one copy."""
         lists = plan_step(batch.plan, self.pool.layout, self.num_heads, self.tile_rows)
-        words = upload(torch.from_numpy(joined(lists)), self.pool.numbers_PN.device)
-        return parted(words, lists)
+        device = self.pool.numbers_PN.device
+        return copied(lists, lambda words_N: upload(torch.from_numpy(words_N), device))
 
     def listed(
         self, positions_B: Tensor, offsets_GB: Tensor, pages_P: Tensor, num_keys: int

@@ -12,7 +12,8 @@ Shape letters: T tokens of the step, B tokens of the decode kernel, M tiles, G g
 pages of all tokens, r listed rows.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -50,22 +51,18 @@ class StepLists(Generic[Lists]):
     """Those with the most keys first; None: there are no chunks."""
 
 
-def joined(lists: StepLists[Numbers]) -> Numbers:
-    """All lists in one array, each from a multiple of ALIGNMENT on."""
-    parts = lists.positions_T, lists.offsets_GT, lists.pages_P, lists.tokens_B, lists.tiles_M3
-    there = [part.ravel() for part in parts if part is not None]
-    return np.concatenate([np.pad(part, (0, aligned(len(part)) - len(part))) for part in there])
-
-
-def parted(words_N: Any, lists: StepLists[Numbers]) -> StepLists[Any]:
-    """The lists that `joined` has put into an array, from its copy on a device."""
-    found, begin = dict[str, Any](), 0
-    for name in ("positions_T", "offsets_GT", "pages_P", "tokens_B", "tiles_M3"):
-        part = getattr(lists, name)
-        if part is not None:
-            found[name] = words_N[begin : begin + part.size].reshape(part.shape)
-            begin += aligned(part.size)
-    return StepLists(num_keys=lists.num_keys, **found)
+def copied(lists: StepLists[Numbers], copy: Callable[[Numbers], Any]) -> StepLists[Any]:
+    """The lists on a device, to which `copy` copies an array of all of them, each from a multiple
+    of ALIGNMENT on.
+    """
+    names = "positions_T", "offsets_GT", "pages_P", "tokens_B", "tiles_M3"
+    parts = {name: part for name in names if (part := getattr(lists, name)) is not None}
+    padded = [np.pad(x.ravel(), (0, aligned(x.size) - x.size)) for x in parts.values()]
+    words_N, begin = copy(np.concatenate(padded)), 0
+    for name, part in parts.items():
+        parts[name] = words_N[begin : begin + part.size].reshape(part.shape)
+        begin += aligned(part.size)
+    return replace(lists, **parts)
 
 
 def plan_step(
