@@ -43,6 +43,11 @@ def _float(ptr):
 
 
 @triton.jit
+def _store_float(ptr, x):
+    tl.store(ptr, x.to(tl.int32, bitcast=True))
+
+
+@triton.jit
 def _first_largest(a_Q, b_Q, c_Q, d_Q, place_Q, QUARTER: tl.constexpr, SIZE: tl.constexpr):
     """The largest number of some blocks in four quarters, the first of which have these places, and
     its first place; SIZE where there is none, as with NaN.
@@ -172,7 +177,7 @@ def _store_token(drawn_ptr, results_ptr, model_ptr, row, token, normaliser, mode
         tl.store(drawn_ptr + row, token.to(tl.int64))
     logit = tl.load(model_ptr + row.to(tl.int64) * model_stride + token).to(tl.float32)
     tl.store(results_ptr, token)
-    tl.store(results_ptr + 1, (logit - normaliser).to(tl.int32, bitcast=True))
+    _store_float(results_ptr + 1, logit - normaliser)
 
 
 @triton.jit
@@ -254,9 +259,9 @@ def draw(
     base = tl.where(peak == float("-inf"), 0.0, peak)
     a_Q, b_Q, c_Q, d_Q = a_Q - base, b_Q - base, c_Q - base, d_Q - base
     part_ptr = parts_ptr + place * PART_FIELDS * NUM_PARTS
-    tl.store(part_ptr + block, peak.to(tl.int32, bitcast=True))
+    _store_float(part_ptr + block, peak)
     total = tl.sum(tl.exp(a_Q) + tl.exp(b_Q) + tl.exp(c_Q) + tl.exp(d_Q), 0)
-    tl.store(part_ptr + NUM_PARTS + block, total.to(tl.int32, bitcast=True))
+    _store_float(part_ptr + NUM_PARTS + block, total)
     tl.store(part_ptr + 2 * NUM_PARTS + block, first + likeliest)
     finite = tl.full([], 1, tl.int32)
     if states_ptr is not None:
@@ -271,7 +276,7 @@ def draw(
             a_Q * inverse, b_Q * inverse, c_Q * inverse, d_Q * inverse, settings_ptr,
             block * QUARTER + index_Q, index_Q, QUARTER, BLOCK,
         )  # fmt: skip
-        tl.store(part_ptr + 4 * NUM_PARTS + block, fastest.to(tl.int32, bitcast=True))
+        _store_float(part_ptr + 4 * NUM_PARTS + block, fastest)
         tl.store(part_ptr + 5 * NUM_PARTS + block, first + winner)
     # All threads' stores come before the counting, which one thread does.
     tl.debug_barrier()
@@ -284,10 +289,10 @@ def draw(
         if rows_ptr is not None:
             normaliser = _float(results_ptr + 2)
         else:
-            tl.store(results_ptr + 2, normaliser.to(tl.int32, bitcast=True))
+            _store_float(results_ptr + 2, normaliser)
             is_finite = (tl.abs(normaliser) < float("inf")) & (tl.abs(largest) < float("inf"))
             tl.store(results_ptr + 4, finite + 2 * is_finite.to(tl.int32))
-        tl.store(results_ptr + 3, largest.to(tl.int32, bitcast=True))
+        _store_float(results_ptr + 3, largest)
         _store_token(drawn_ptr, results_ptr, model_ptr, row, token, normaliser, model_stride)
 
 
