@@ -14,7 +14,7 @@ value.
 import triton
 import triton.language as tl
 
-from model.devices.gpu.attention.online_softmax import online_softmax, queries
+from model.devices.gpu.attention.online_softmax import of_no_keys, online_softmax, queries
 
 
 @triton.jit
@@ -59,8 +59,7 @@ def attend(
         q_MR = queries(query_ptrs + NUM_D, NUM_R, BLOCK_R, UPCAST)
     first_position, last_position = start + begin // HEADS, start + last_row // HEADS
     low, inner, outer, high = _bounds(first_position, last_position, BLOCK_N, WINDOW)
-    peak_M, sum_M = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    o_MV = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    peak_M, sum_M, o_MV = of_no_keys(BLOCK_M, BLOCK_V)
     for part in tl.static_range(0 if WINDOW > 0 else 1, 3):
         part_low, part_high = (
             (low, inner) if part == 0 else (inner, outer) if part == 1 else (outer, high)

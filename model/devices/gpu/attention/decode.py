@@ -19,7 +19,7 @@ there are several groups.
 import triton
 import triton.language as tl
 
-from model.devices.gpu.attention.online_softmax import base_of, online_softmax, queries
+from model.devices.gpu.attention.online_softmax import base_of, of_no_keys, online_softmax, queries
 
 
 @triton.jit
@@ -58,8 +58,7 @@ def _attended(
     """A tile over blocks low .. high - 1: largest logit, sum of weights and weighted values."""
     inside = tl.arange(0, BLOCK_N)
     if GROUPS == 1:
-        peak, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
-        o = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        peak, total, o = of_no_keys(BLOCK_M, BLOCK_V)
     else:
         inside = tl.arange(0, GROUPS)[:, None] * BLOCK_N + inside[None, :]
         peak = tl.full([GROUPS, BLOCK_M], float("-inf"), tl.float32)
@@ -106,8 +105,7 @@ def _joined(
     past the cache of this one.
     """
     place_M, cols_V = place * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_V)
-    peak_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    sum_M, o_MV = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    peak_M, sum_M, o_MV = of_no_keys(BLOCK_M, BLOCK_V)
     # Unrolled, so that the loads of several splits are on their way at once.
     for split in tl.range(0, num_splits, num_stages=1, loop_unroll_factor=4):
         at_M = place_M + split * BLOCK_M

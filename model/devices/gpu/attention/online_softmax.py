@@ -55,6 +55,13 @@ def base_of(peak):
 
 
 @triton.jit
+def of_no_keys(BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Largest logit, sum of weights and weighted values of rows that have seen no key."""
+    peak_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    return peak_M, tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+
+
+@triton.jit
 def online_softmax(
     low, high, position, last, inside, q, q_tail, peak, total, o, pages_ptr, num_stacks, keys_ptr,
     values_ptr, factor,
