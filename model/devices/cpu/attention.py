@@ -21,7 +21,7 @@ from cache.layout import LayerGroup
 from cache.pool import KVPool
 from model.batch import Batch
 from model.devices.cpu import native
-from model.devices.cpu.native import NUMBER_TYPES, library
+from model.devices.cpu.native import NUMBER_TYPES, integers, library
 from model.layers import Rotation
 
 MULTIPLE = 16
@@ -32,29 +32,26 @@ class Attention(ctypes.Structure):
     """The kernel's struct of the same name."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                "queries",
-                "new_keys",
-                "new_values",
-                "outputs",
-                "keys",
-                "values",
-                "spans",
-                "query_stride",
-                "key_stride",
-                "value_stride",
-                "num_tokens",
-                "num_spans",
-                "stack",
-                "num_heads",
-                "key_dim",
-                "value_dim",
-                "page_size",
-                "page_numbers",
-                "number_type",
-            )
+        *integers(
+            "queries",
+            "new_keys",
+            "new_values",
+            "outputs",
+            "keys",
+            "values",
+            "spans",
+            "query_stride",
+            "key_stride",
+            "value_stride",
+            "num_tokens",
+            "num_spans",
+            "stack",
+            "num_heads",
+            "key_dim",
+            "value_dim",
+            "page_size",
+            "page_numbers",
+            "number_type",
         ),
         ("scale", ctypes.c_float),
         ("sums", ctypes.c_int64),

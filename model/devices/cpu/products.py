@@ -22,7 +22,7 @@ from model.decoder import Block, Decoder
 from model.devices.blocks import FORMATS, BlockFormat
 from model.devices.cpu import native
 from model.devices.cpu.huge_pages import HugePages
-from model.devices.cpu.native import NUMBER_TYPES, library
+from model.devices.cpu.native import NUMBER_TYPES, integers, library
 from model.devices.cpu.recording import Activation, side_by_side
 from model.devices.products import Products
 from model.devices.replacement import (
@@ -44,7 +44,7 @@ class Norm(ctypes.Structure):
     """The kernel's struct of the same name."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("weight", "bias", "kind")),
+        *integers("weight", "bias", "kind"),
         *((name, ctypes.c_float) for name in ("epsilon", "offset")),
     )
 
@@ -53,21 +53,18 @@ class Product(ctypes.Structure):
     """The kernel's struct of the same name."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                "x",
-                "y",
-                "x_stride",
-                "y_stride",
-                "rows",
-                "weights",
-                "bias",
-                "inputs",
-                "outputs",
-                "activation",
-                "weight_type",
-            )
+        *integers(
+            "x",
+            "y",
+            "x_stride",
+            "y_stride",
+            "rows",
+            "weights",
+            "bias",
+            "inputs",
+            "outputs",
+            "activation",
+            "weight_type",
         ),
         ("norm", Norm),
     )

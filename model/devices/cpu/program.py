@@ -19,6 +19,7 @@ from model.batch import Batch
 from model.decoder import Decoder, Tail
 from model.devices.backend import Plans
 from model.devices.cpu.attention import GroupPlan, NativeBackend
+from model.devices.cpu.native import integers
 from model.devices.cpu.recording import ALIGNMENT, Activation, Buffer, Operation, Recorder
 from model.layers import Rotation
 
@@ -29,25 +30,20 @@ KEPT_TOKENS = 64
 class Pointers(ctypes.Structure):
     """The kernel's struct Rotation: of the step's tokens, or of no token."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_int64) for name in ("cosine", "sine", "pairs", "is_interleaved")
-    )
+    _fields_ = integers("cosine", "sine", "pairs", "is_interleaved")
 
 
 class Step(ctypes.Structure):
     """The kernel's struct of the same name."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_int64)
-        for name in (
-            "operations",
-            "num_operations",
-            "num_tokens",
-            "memory",
-            "tiles",
-            "groups",
-            "rotations",
-        )
+    _fields_ = integers(
+        "operations",
+        "num_operations",
+        "num_tokens",
+        "memory",
+        "tiles",
+        "groups",
+        "rotations",
     )
 
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from model.devices.cpu.native import integers
+
 NORM, ADD, MULTIPLY, ROTATE, GATE, PRODUCT, ATTEND = range(7)
 """The kernel's Kinds."""
 ALIGNMENT = 16
@@ -24,7 +26,7 @@ ALIGNMENT = 16
 class Columns(ctypes.Structure):
     """The kernel's struct of the same name."""
 
-    _fields_ = tuple((name, ctypes.c_int64) for name in ("base", "width", "first"))
+    _fields_ = integers("base", "width", "first")
 
 
 class Operation(ctypes.Structure):
@@ -34,7 +36,7 @@ class Operation(ctypes.Structure):
         ("kind", ctypes.c_int64),
         ("inputs", Columns * 3),
         ("output", Columns),
-        *((name, ctypes.c_int64) for name in ("size", "heads", "choice", "details")),
+        *integers("size", "heads", "choice", "details"),
         ("factor", ctypes.c_float),
     )
 

@@ -13,6 +13,7 @@ import ctypes
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -51,6 +52,11 @@ NUM_ARGUMENTS = {
     for name, count in (("pack", 5), ("take", 5), ("quantize", 4))
 }
 """Of each function; all are integers of 64 bits, addresses of tensors and structs among them."""
+
+
+def integers(*names: str) -> list[tuple[str, Any]]:
+    """Fields of a struct, of 64 bits each: numbers and addresses."""
+    return [(name, ctypes.c_int64) for name in names]
 
 
 @cache
