@@ -6,7 +6,7 @@ matrices of HeadProjections stay as they are, as on a CPU. Invariant: a matrix k
 of itself.
 
 Shape letters: T tokens, S rows whose logits are wanted, N rows of a matrix, B blocks of a row, b
-bytes of a block, j those of its numbers.
+bytes of a block, j those of its numbers, H numbers that precede these.
 """
 
 from typing import cast
@@ -68,7 +68,8 @@ class GpuBlockMatrix(RowMatrix):
         super().allocate(device, stored)
         num_heads, _, stored_rows = self._heads_shape
         numbers, heads = self.weight.tensor_split([-num_heads * HEAD_BYTES])
-        scales_BN, *minima = heads.view(torch.float16).view(self._heads_shape)
+        self._heads_HBN = heads.view(torch.float16).view(self._heads_shape)
+        scales_BN, *minima = self._heads_HBN
         self.stored = BlockWeights(
             numbers.view(stored_rows, -1), scales_BN, minima[0] if minima else None, *self.shape
         )
@@ -97,11 +98,10 @@ class GpuBlockMatrix(RowMatrix):
     def _put(self, first: int, rows: Tensor) -> None:
         blocks_NBb = rows.unflatten(1, (-1, self.form.block_bytes))
         (count, num_blocks, _), weights = blocks_NBb.shape, self.stored
-        heads_BN = [head_BN for head_BN in weights[1:3] if head_BN is not None]
-        for number, head_BN in enumerate(heads_BN):
-            pair_NB2 = blocks_NBb[..., HEAD_BYTES * number : HEAD_BYTES * (number + 1)].contiguous()
-            head_BN[:num_blocks, first : first + count] = pair_NB2.view(torch.float16)[..., 0].T
-        numbers_NBj = blocks_NBb[..., HEAD_BYTES * len(heads_BN) :]
+        num_bytes = len(self._heads_HBN) * HEAD_BYTES
+        heads_NBH = blocks_NBb[..., :num_bytes].contiguous().view(torch.float16)
+        self._heads_HBN[:, :num_blocks, first : first + count] = heads_NBH.permute(2, 1, 0)
+        numbers_NBj = blocks_NBb[..., num_bytes:]
         if weights.minima_BN is None:
             numbers_NBj = numbers_NBj ^ 128
         weights.numbers_Nj[first : first + count, : numbers_NBj[0].numel()] = numbers_NBj.flatten(1)
