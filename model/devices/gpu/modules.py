@@ -144,7 +144,7 @@ class CublasProducts(Products):
                 module.add_norm = add_norm
             elif isinstance(module, MultiQueryAttention):
                 module.norm_heads = norm_heads
-            elif isinstance(module, MLP) and module.between is not None:
+            elif isinstance(module, MLP):
                 _fuse_activation(module)
 
 
