@@ -382,7 +382,9 @@ class Sequence:
         try:
             guidance = self.constraint.take()
         except ConstraintFailed as error:
-            return SampleError(str(error), error.refused, "" if error.refused else "grammar_error")
+            if error.refused:
+                return SampleError(str(error), refused=True)
+            return SampleError(str(error), code="grammar_error")
         self.mask, self.awaits_mask = guidance.mask, False
         self._force(guidance.forced[: self.max_new_tokens - len(self.output)])
         if guidance.mask is None:
