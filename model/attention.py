@@ -24,6 +24,8 @@ Without them the layer reads those that another one has stored. With a rotation,
 still have to be rotated: a backend that stores keys can do that in the same kernel, others call
 `rotation.both`.
 """
+LATENT_EPSILON = 1e-6
+"""Of the norms of latents: configs have none for them."""
 
 
 class MultiQueryAttention(nn.Module):
@@ -95,12 +97,12 @@ class LatentAttention(nn.Module):
         self.query_down = self.query_norm = None
         if latent.query_rank is not None:
             self.query_down = Linear(spec.hidden_size, latent.query_rank, bias=spec.qkv_bias)
-            self.query_norm = RMSNorm(latent.query_rank, latent.norm_epsilon)
+            self.query_norm = RMSNorm(latent.query_rank, LATENT_EPSILON)
         self.query = Linear(latent.query_rank or spec.hidden_size, query_size, bias=False)
         self.key_value_down = Linear(
             spec.hidden_size, latent.rank + latent.rotary_dim, bias=spec.qkv_bias
         )
-        self.latent_norm = RMSNorm(latent.rank, latent.norm_epsilon)
+        self.latent_norm = RMSNorm(latent.rank, LATENT_EPSILON)
         self.key_value_up = HeadProjections(spec.num_query_heads, latent)
         self.out = Linear(
             spec.num_query_heads * latent.value_dim, spec.hidden_size, bias=spec.out_bias

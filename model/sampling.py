@@ -9,7 +9,7 @@ request, or settings of a row, R results of a row.
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from itertools import chain, starmap
 from math import inf, isfinite
 from typing import NamedTuple, Protocol
 
@@ -256,7 +256,8 @@ class Scores:
 
     def read(self) -> list[SampledToken]:
         logprobs, ranks = self._logprobs_S.tolist(), self._ranks_S.tolist()
-        return list(map(SampledToken, self._targets, logprobs, self._tops.read(), ranks))
+        scores = zip(self._targets, logprobs, self._tops.read(), ranks, strict=True)
+        return list(starmap(SampledToken, scores))
 
 
 class _Tops:
@@ -356,7 +357,7 @@ def _keep_likeliest(device: Device, probs_FV: Tensor, samples: Sequence[Sample])
     top_k_F = device.upload(
         [s.sampling.top_k if s.sampling.top_k > 0 else vocab_size for s in samples]
     )
-    # Without a top-p nothing is excluded, where rounding might exclude the last ones.
+    # Without a top-p no finite number is excluded, where rounding might exclude the last ones.
     shares = [s.sampling.top_p if s.sampling.top_p < 1.0 else inf for s in samples]
     sorted_FV, order_FV = probs_FV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(vocab_size, device=probs_FV.device)

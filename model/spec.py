@@ -47,7 +47,6 @@ class Latent:
     """Columns of a query head that carry no position."""
     rotary_dim: int
     value_dim: int
-    norm_epsilon: float = 1e-6
 
     @property
     def head_dim(self) -> int:

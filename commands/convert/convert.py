@@ -36,7 +36,7 @@ from commands.record import STAGES, copy_companions, fingerprint, show, write_re
 from commands.saving import config_from_spec, write_checkpoint
 from model.checkpoint.config import Config, read_json, short
 from model.checkpoint.conversion import KEY
-from model.checkpoint.families import family_of, read_spec, spec_of
+from model.checkpoint.families import read_spec, spec_of, weight_names
 from model.checkpoint.files import KINDS, LFS, MOST_LIST_BYTES, first_bytes
 from model.checkpoint.names import Entry, Part
 from model.checkpoint.safetensors_file import DTYPES
@@ -199,7 +199,7 @@ def _embedding(spec: ModelSpec, names: Container[str]) -> Part:
     """The token embedding as a source calls it: GPT-2's were published under the names of its inner
     model too.
     """
-    part = family_of(spec.model_type).weight_names(spec)["token_embedding.weight"][0]
+    part = weight_names(spec)["token_embedding.weight"][0]
     inner = part.name.removeprefix("transformer.")
     return Part(inner) if inner in names and part.name not in names else part
 

@@ -50,7 +50,7 @@ class ProcessConstraint:
         self.is_pending = False
         self.is_slow = False
         self._processes = processes
-        self._submit, self._opening = submit, submit.opening
+        self._submit = submit
         self._is_open = submit.opening is None
         """Whether the grammar's opening has been generated. No process follows it before a token
         that may complete that."""
@@ -63,14 +63,16 @@ class ProcessConstraint:
     def begin(self, output: list[int]) -> bool:
         """Starts to follow; `output` is the sequence's own list, which grows."""
         self._output, self._num_lost, self.is_slow = output, 0, False
-        if self._opening is not None and frozenset(self._opening.tokens).isdisjoint(output):
+        opening = self._submit.opening
+        if opening is not None and frozenset(opening.tokens).isdisjoint(output):
             self._is_open = False
             return False
         self._build()
         return True
 
     def advance(self, token: int) -> bool:
-        if not self._is_open and self._opening is not None and token not in self._opening.tokens:
+        opening = self._submit.opening
+        if not self._is_open and opening is not None and token not in opening.tokens:
             return False
         if self._pipe is None:
             self._build()  # It begins, or its process was lost between two tokens.

@@ -64,7 +64,7 @@ class Monitor:
         self.viewers = list[Viewer]()
         self.ended = False
         self._latest: dict[str, bytes] = {}
-        """The latest event of each kind since somebody watches."""
+        """The latest event of each kind; empty while nobody watches."""
         self._dump: asyncio.Future[bytes] | None = None
         """The next dump of the cache, as JSON; None if none is asked for."""
         self._watching: asyncio.Task[None] | None = None
@@ -117,6 +117,7 @@ class Monitor:
                 self._show("stats", self._stats())
             size = len(self._latest.get("cache", b""))
             await asyncio.sleep(max(LOOK_SECONDS, size / BYTES_PER_SECOND))
+        self._latest = {}
 
     def _look(self) -> None:
         """Asks the engine, unless it has not answered yet."""

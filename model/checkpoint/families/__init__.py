@@ -58,7 +58,8 @@ def weight_names(spec: ModelSpec) -> Names:
     """Decoder parameter -> its checkpoint tensors, for every parameter of this spec."""
     names: Names = family_of(spec.model_type).weight_names(spec)
     if not spec.tied_embeddings:
-        names |= renamed({"head": "lm_head"})
+        # One of the largest comes first, so that no thread of the loader is left alone with it.
+        names = renamed({"head": "lm_head"}) | names
     for number, layer in enumerate(spec.pooling.layers if spec.pooling else ()):
         names |= renamed({f"pooler.layers.{number}": layer.name}, layer.bias)
     return names

@@ -339,6 +339,7 @@ class NativeProducts(Products):
         for module in decoder.modules():
             if isinstance(module, MLP):
                 up: Any = module.up
+                assert isinstance(up, PackedLinear)
                 up.activation, up.gated, module.between = module.activation, module.gated, None
         decoder.cap = cap
 

@@ -50,7 +50,7 @@ class Buffer:
         """Number of the last operation that reads or writes it."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Activation:
     """Stands for a tensor [T, size] or [T, heads, size] of float32 while a program is recorded:
     some columns of a buffer.
