@@ -46,8 +46,8 @@ class RowMatrix(nn.Module):
         """Takes rows in `form` from number `first` on: uint8, form.row_bytes of each."""
         raise NotImplementedError
 
-    def _memory(self, parameter: Tensor, device: torch.device) -> Tensor:
-        return torch.zeros_like(parameter, device=device)
+    def _memory(self, like: Tensor, device: torch.device) -> Tensor:
+        return torch.zeros_like(like, device=device)
 
 
 def parameter(value: Tensor) -> nn.Parameter:

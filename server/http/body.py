@@ -62,7 +62,7 @@ async def read_value(request: Request, max_bytes: int, any_type: bool = False) -
     """
     if not any_type:
         _check_type(request)
-    body = await _read(request, max_bytes)
+    body = await read_bytes(request, max_bytes)
     if len(body) < LARGE_BYTES:
         return parse(body)
     async with _turn:
@@ -106,7 +106,7 @@ def _check_type(request: Request) -> None:
         raise UnsupportedMedia("content-encoding is not supported; send the body as it is")
 
 
-async def _read(request: Request, max_bytes: int) -> bytes:
+async def read_bytes(request: Request, max_bytes: int) -> bytes:
     """The body of a request, whatever it holds. Raises BodyTooLarge as soon as it is known to have
     more bytes than `max_bytes`.
     """

@@ -138,8 +138,8 @@ class PackedMatrix(RowMatrix):
             self._hold(stored)
         super().allocate(device, stored)
 
-    def _memory(self, parameter: Tensor, device: torch.device) -> Tensor:
-        return _memory.zeros(parameter.shape, parameter.dtype)
+    def _memory(self, like: Tensor, device: torch.device) -> Tensor:
+        return _memory.zeros(like.shape, like.dtype)
 
     def set_rows(self, first: int, rows: Tensor) -> None:
         if self.form is not None:
