@@ -49,7 +49,7 @@ class Exchange:
     received: float = field(default_factory=time.monotonic)
     """Monotonic time when the request's head had been read."""
     request_id: str = ""
-    """Empty until it has been decided on the request (FrontDoor.decide)."""
+    """Empty until it has been decided on the request."""
     dialect: Dialect = TGI
     caller: str = NO_CALLER
     """SHA-256 digest of the request's API key: requests of one caller share cached prefixes and can

@@ -35,6 +35,11 @@ class Part:
         except ValueError:
             return {}
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the arguments of a call are not cut."""
+        return self.arguments != {} or "".join(self.text.split()) == "{}"
+
 
 class Parts:
     """The parts so far. One ends where the next begins, or by `end`."""

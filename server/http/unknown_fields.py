@@ -189,20 +189,23 @@ class Known:
         return kept
 
     def _inside(self, value: Any, inner: Inner, path: str, place: str) -> Any:
+        if not isinstance(inner, type):  # The client chooses the keys.
+            if not isinstance(value, dict):
+                return value
+            return {
+                key: self._inside(item, inner[_ANY_KEY], f"{path}{printable(key)}.", place)
+                for key, item in value.items()
+            }
+        if isinstance(value, dict):
+            return self.members(value, inner, path, place)
         if isinstance(value, list):
             return [
-                self._inside(item, inner, f"{path}{number}.", place)
+                self.members(item, inner, f"{path}{number}.", place)
+                if isinstance(item, dict)
+                else item
                 for number, item in enumerate(value)
             ]
-        if not isinstance(value, dict):
-            return value
-        if isinstance(inner, type):
-            return self.members(value, inner, path, place)
-        # The client chooses the keys.
-        return {
-            key: self._inside(item, inner[_ANY_KEY], f"{path}{printable(key)}.", place)
-            for key, item in value.items()
-        }
+        return value
 
     def _leave_out(
         self, schema: type[BaseModel], name: str, value: Any, path: str, place: str

@@ -117,6 +117,7 @@ function aboutButton(name, about) {
 
 const least = (field) => field.minimum ?? field.exclusiveMinimum;
 const most = (field) => field.maximum ?? field.exclusiveMaximum;
+const parseNumbers = (text) => text.split(/[\s,]+/).filter((word) => word !== "").map((word) => parseNumber(word, { type: "integer" }));
 
 function sliderOf(field, name) {
   if (!["number", "integer"].includes(field.type) || !(most(field) - least(field) <= MAX_RANGE)) return null;
@@ -131,7 +132,7 @@ function kindOf(field) {
   if (field.type === "number" || field.type === "integer") return { input: numberInput, parse: parseNumber };
   const lines = (placeholder) => () => el("textarea", { spellcheck: false, placeholder });
   if (field.items?.type === "string") return { input: lines("one a line; \\n is a line end"), parse: parseTexts };
-  if (field.items?.type === "integer") return { input: lines("numbers, such as 5, 17"), parse: (text) => parseJson(`[${text}]`) };
+  if (field.items?.type === "integer") return { input: lines("numbers, such as 5, 17"), parse: parseNumbers };
   if (field.type === "string") return { input: lines(""), parse: (text) => text };
   return { input: lines(field.type === "array" ? "[…] as JSON" : "{…} as JSON"), parse: parseJson };
 }

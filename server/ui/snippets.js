@@ -1,8 +1,7 @@
-/* A request as a command or program that anybody can paste: curl, Python with openai's package, JavaScript; and, where it is made of texts
-   alone, curl in the other APIs that the server has. Pure functions of texts.
+/* A request as what anybody can paste: curl, Python with openai's package, JavaScript; one of texts alone also in the server's other APIs.
 
-   Invariant: whatever a prompt or parameter holds stays a string of that language. A key is never written down: programs read it from the
-   environment variable ONEHEAD_API_KEY. */
+   Pure functions of texts. Invariant: whatever a prompt or parameter holds stays a string of that language. A key is never written down:
+   programs read it from the environment variable ONEHEAD_API_KEY. */
 
 /** Parameters of openai's methods; others go into extra_body. */
 const OPENAI = new Set(["model", "prompt", "messages", "suffix", "max_tokens", "temperature", "top_p", "frequency_penalty",
@@ -18,8 +17,8 @@ const OLLAMA = { max_tokens: "num_predict", repetition_penalty: "repeat_penalty"
 /** Name of a language or an API -> function of the server's URL, the route, the body and whether a key is needed. */
 export function snippetsOf({ messages, tools, structured_outputs: constraint }) {
   const snippets = { curl, Python: python, JavaScript: javascript };
-  const isText = !tools && !constraint && !messages?.some(({ role, tool_calls: calls }) => role === "tool" || calls);
-  return { ...snippets, ...(isText ? { Ollama: ollama } : {}), ...(isText && messages ? { Messages: anthropic, Responses: responses } : {}) };
+  if (tools || constraint || messages?.some(({ role, tool_calls: calls }) => role === "tool" || calls)) return snippets;
+  return messages ? { ...snippets, Ollama: ollama, Messages: anthropic, Responses: responses } : { ...snippets, Ollama: ollama };
 }
 
 /** In single quotes a shell takes everything as it is, but for the quote itself. */
@@ -35,7 +34,7 @@ function curl(base, path, body, hasKey) {
 function translated(url, names, fields, bodyOf, hasKey) {
   const [has, lacks] = [{}, []];
   for (const [name, value] of Object.entries(fields)) name in names ? (has[names[name]] = value) : lacks.push(name);
-  return (lacks.length > 0 ? `# Not in this API: ${lacks.join(", ")}\n` : "") + curl(url, "", bodyOf(has), hasKey);
+  return (lacks.length > 0 ? `# Not translated: ${lacks.join(", ")}\n` : "") + curl(url, "", bodyOf(has), hasKey);
 }
 
 function ollama(base, _, { model, messages, prompt, suffix, stream, ...fields }, hasKey) {

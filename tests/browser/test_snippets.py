@@ -150,7 +150,7 @@ def test_a_request_in_another_api_is_accepted_with_every_field(
 ) -> None:
     mode = Mode(page, name).set(**SET, min_tokens=2).write(NASTY[1])
     code = code_in(page, mode, api)
-    assert code.startswith("# Not in this API: ") and "min_tokens" in code.partition("\n")[0]
+    assert code.startswith("# Not translated: ") and "min_tokens" in code.partition("\n")[0]
     recorded = code.replace(f"127.0.0.1:{server.port}", f"127.0.0.1:{recorder.server_port}")
     subprocess.run(["bash", "-c", recorded], capture_output=True, timeout=60, check=True)
     body = Recorder.bodies.pop()

@@ -10,7 +10,7 @@ from server.generation.generation import Generation
 from server.generation.request import Request
 from server.generation.stream import Piece
 from server.http import sse
-from server.http.answer import OutputToken, is_whole, token_entries
+from server.http.answer import OutputToken, token_entries
 from server.http.ollama.fields import ChatBody, GenerateBody
 from server.http.openai.chat import ChatReply
 from server.http.openai.completions import CompletionReply
@@ -30,7 +30,7 @@ class OllamaReply(PartsReply):
     body: GenerateBody | ChatBody
     form = sse.LINES
     num_told = 0
-    """Calls that have been told."""
+    """Calls that have been told, or left out because they were cut."""
 
     @staticmethod
     async def request(
@@ -81,7 +81,7 @@ class OllamaReply(PartsReply):
         calls = [part for part in self.parts.all[:end] if part.kind == "call"]
         first, self.num_told = self.num_told, len(calls)
         numbered = enumerate(calls[first:], first)
-        return [self._call(index, part) for index, part in numbered if is_whole(part.text)]
+        return [self._call(index, part) for index, part in numbered if part.is_whole]
 
     def _call(self, index: int, part: Part) -> dict[str, Any]:
         function = {"index": index, "name": part.name, "arguments": part.arguments}

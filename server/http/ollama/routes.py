@@ -51,9 +51,13 @@ class NotBrowsers(APIRoute):
     """Takes requests that do not accept HTML: GET / of a browser shows the playground."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        if "text/html" in Headers(scope=scope).get("accept", ""):
+        match, child_scope = super().matches(scope)
+        if (
+            match is not Match.NONE
+            and "text/html" in Headers(scope=scope).get("accept", "").lower()
+        ):
             return Match.NONE, {}
-        return super().matches(scope)
+        return match, child_scope
 
 
 class OllamaRoutes(Handlers):
