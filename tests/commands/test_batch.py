@@ -226,7 +226,7 @@ def test_an_engine_that_is_gone_for_good_answers_nothing(tiny_folder: Path, tmp_
 def test_an_engine_that_is_away_for_long_answers_nothing_and_the_same_command_goes_on(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
-    source = write(tmp_path / "in.jsonl", [completion(str(i), max_tokens=300) for i in range(60)])
+    source = write(tmp_path / "in.jsonl", [completion(str(i), max_tokens=300) for i in range(200)])
     target = tmp_path / "out.jsonl"
     partial = tmp_path / "out.jsonl.partial"
     options = "--engine.max_running", "4", "--recovery_timeout", "1"
@@ -247,10 +247,10 @@ def test_an_engine_that_is_away_for_long_answers_nothing_and_the_same_command_go
         in said
     )
     assert (
-        5 <= len(statuses(partial)) < 60 and set(statuses(partial)) == {200} and not target.exists()
+        5 <= len(statuses(partial)) < 200 and set(statuses(partial)) == {200} and not target.exists()
     )
     subprocess.run(command(tiny_folder, source, target), check=True, timeout=DEADLINE)
-    assert len(target.read_text().splitlines()) == 60
+    assert len(target.read_text().splitlines()) == 200
 
 
 @pytest.mark.nightly
