@@ -229,14 +229,14 @@ def test_an_engine_that_is_away_for_long_answers_nothing_and_the_same_command_go
     source = write(tmp_path / "in.jsonl", [completion(str(i), max_tokens=300) for i in range(200)])
     target = tmp_path / "out.jsonl"
     partial = tmp_path / "out.jsonl.partial"
-    options = "--engine.max_running", "4", "--recovery_timeout", "1"
+    options = "--engine.max_running", "4", "--recovery_timeout", "0.2"
     process = subprocess.Popen(
         command(tiny_folder, source, target, *options), stderr=subprocess.PIPE, text=True
     )
     wait_until(lambda: len(statuses(partial)) >= 5, "some answers")
     (engine,) = engines(process.pid)
     (holder,) = (child for child in children(process.pid) if engine in children(child))
-    os.kill(holder, signal.SIGSTOP)  # It forks no other.
+    os.kill(holder, signal.SIGSTOP)  # It forks no other, so that one has to be loaded.
     kill(engine)
     assert process.stderr is not None
     with process.stderr:
@@ -247,7 +247,9 @@ def test_an_engine_that_is_away_for_long_answers_nothing_and_the_same_command_go
         in said
     )
     assert (
-        5 <= len(statuses(partial)) < 200 and set(statuses(partial)) == {200} and not target.exists()
+        5 <= len(statuses(partial)) < 200
+        and set(statuses(partial)) == {200}
+        and not target.exists()
     )
     subprocess.run(command(tiny_folder, source, target), check=True, timeout=DEADLINE)
     assert len(target.read_text().splitlines()) == 200
