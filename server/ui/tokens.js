@@ -156,14 +156,15 @@ export function legend() {
 
 /** The card beside a token. Escape hides it; it stays while the pointer is on it. */
 class Card {
-  #timer = 0;
+  #timer = 0; #span = null;
   #element = this.#make();
 
   show(span) {
     clearTimeout(this.#timer);
     this.#element.replaceChildren(...(span.tokens.length === 0 ? ["No probability came with it."] : span.tokens.flatMap(describe)));
     this.#element.hidden = false;
-    this.#place(span.getClientRects()[0] ?? span.getBoundingClientRect());
+    this.#span = span;
+    this.#place();
   }
 
   hide() {
@@ -180,7 +181,7 @@ class Card {
   #make() {
     const keep = { pointerenter: () => clearTimeout(this.#timer), pointerleave: () => this.soon(null) };
     const made = el("div", { class: "token-card", role: "status", hidden: true, on: keep });
-    document.addEventListener("scroll", () => this.hide(), { passive: true });
+    document.addEventListener("scroll", () => made.hidden || (this.#span.isConnected ? this.#place() : this.hide()), { passive: true });
     document.addEventListener("keydown", (event) => {
       if (event.key !== "Escape" || made.hidden || document.querySelector("dialog[open]")) return;
       this.hide();
@@ -191,7 +192,8 @@ class Card {
   }
 
   /** Below the token, or above it where there is no room. */
-  #place(token) {
+  #place() {
+    const token = this.#span.getClientRects()[0] ?? this.#span.getBoundingClientRect();
     const { width, height } = this.#element.getBoundingClientRect();
     const below = token.bottom + 6;
     this.#element.style.left = `${Math.max(8, Math.min(token.left, innerWidth - width - 8))}px`;
@@ -213,6 +215,4 @@ function describe(token) {
 const percent = (logprob) => (Math.exp(logprob) >= 1e-4 ? `${Number((Math.exp(logprob) * 100).toPrecision(3))} %` : "< 0.01 %");
 
 /** A token's text with its spaces and line ends made visible. */
-function visible(text) {
-  return text.replace(/[ \n\t\r]/g, (sign) => SIGNS[sign]) || "(no text)";
-}
+const visible = (text) => text.replace(/[ \n\t\r]/g, (sign) => SIGNS[sign]) || "(no text)";
