@@ -23,7 +23,7 @@ class PageTable:
 
     def __init__(self, allocator: PageAllocator, layout: CacheLayout) -> None:
         self.pages: tuple[array[int], ...] = tuple(array("q") for _ in layout.groups)
-        """Of each group, as in model.step.Row.pages."""
+        """Page numbers of each layer group, as in model.step.Row.pages."""
         self._allocator = allocator
         self._layout = layout
         self.room = 0

@@ -25,7 +25,7 @@ still have to be rotated: a backend that stores keys can do that in the same ker
 `rotation.both`.
 """
 LATENT_EPSILON = 1e-6
-"""Of the norms of latents: configs have none for them."""
+"""Epsilon of the RMSNorm layers of latents, for which checkpoint configs have no key."""
 
 
 class MultiQueryAttention(nn.Module):

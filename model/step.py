@@ -242,7 +242,7 @@ class SampleError(Struct, frozen=True, gc=False):
 
 
 Outcome = SampledToken | SampleError
-"""Of a draw."""
+"""Outcome of sampling one token: the token, or why there is none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ def short(value: object) -> str:
 
 
 def _is_positive(value: object) -> bool:
-    """Whether a value is a finite number above 0; true is none."""
+    """Whether a value is a finite number above 0; booleans are not numbers."""
     return isinstance(value, int | float) and value is not True and 0 < value < 1e30
 
 

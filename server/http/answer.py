@@ -73,15 +73,6 @@ class OutputToken(msgspec.Struct, gc=False):
     special: bool = False
 
 
-def is_whole(arguments: str) -> bool:
-    """Whether the arguments of a call are not cut, as a limit or a stop token may do."""
-    try:
-        msgspec.json.decode(arguments, type=msgspec.Raw)
-    except msgspec.DecodeError:
-        return False
-    return True
-
-
 def token_entries(
     codec: TextCodec, tokens: Iterable[OutputToken], name: Callable[[int, str | None], str]
 ) -> Iterator[dict[str, Any]]:

@@ -214,7 +214,7 @@ class PackedLinear(PackedMatrix):
     """
 
     activation, gated = "none", False
-    """What it applies after itself. Where `gated`: activation(first half) * second half."""
+    """Activation function of the product; if `gated`, activation(first half) * second half."""
 
     def __init__(self, linear: nn.Linear, held: Held | None) -> None:
         super().__init__(linear.out_features, linear.in_features, held)

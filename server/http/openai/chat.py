@@ -5,11 +5,13 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
+import msgspec
+
 from server.generation.admission import Reservation
 from server.generation.generation import Generation
 from server.generation.request import Request, with_choices
 from server.generation.stream import OpenStreams, Piece
-from server.http.answer import Output, OutputToken, is_whole, token_entries
+from server.http.answer import Output, OutputToken, token_entries
 from server.http.openai.chat_fields import ChatBody
 from server.http.openai.replies import OpenAIReply
 from server.text.jobs import EncodeChat
@@ -167,7 +169,7 @@ class ChatReply(OpenAIReply):
         has_called = (
             calls
             and ending["finish_reason"] == "stop"
-            and is_whole(calls[-1]["function"]["arguments"])
+            and _is_whole(calls[-1]["function"]["arguments"])
         )
         return ending | {"finish_reason": "tool_calls"} if has_called else ending
 
@@ -188,3 +190,12 @@ class ChatReply(OpenAIReply):
         if self.body.num_top is None:
             return None
         return {"content": token_entries(self.codec, tokens, self.token_name)}
+
+
+def _is_whole(arguments: str) -> bool:
+    """Whether the arguments of a call are not cut, as a limit or a stop token may do."""
+    try:
+        msgspec.json.decode(arguments, type=msgspec.Raw)
+    except msgspec.DecodeError:
+        return False
+    return True

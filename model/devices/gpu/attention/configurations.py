@@ -26,8 +26,8 @@ class Configuration:
     """Blocks on their way and being computed: the number of a block's page is loaded while the
     block before it is computed."""
     warp_groups: int = 1
-    """Of the decode kernel: warps that have `keys` of each block to themselves; 1: all warps share
-    the keys."""
+    """Groups of warps of the decode kernel, each with `keys` of a block to itself; 1: all warps
+    share the keys."""
     most_registers: int | None = None
     """Limit for a thread, if the compiler would use so many that a multiprocessor holds one tile
     instead of two."""
